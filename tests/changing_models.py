@@ -137,6 +137,12 @@ def _through_detached(h: Tensor) -> Tensor:
     return h * h
 
 
+def _detached_in_place(h: Tensor) -> Tensor:
+    found = h * 2
+    found.detach_()
+    return found * h
+
+
 def _filled(h: Tensor) -> Tensor:
     found = torch.zeros_like(h)
     with torch.no_grad():
@@ -184,6 +190,7 @@ HIDDEN = {
     "in place": _round_in_place,
     "part": _sign_of_part,
     "detached": _through_detached,
+    "detached in place": _detached_in_place,
 }
 
 

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.errors import UnsupportedModelError, needing_value
 from rannc_backend.settings import hooks
 from rannc_backend.settings.torch_version import is_older
 
@@ -42,7 +42,9 @@ _IN_PLACE = frozenset(
         "ixor", "ilshift", "irshift",
     )
 )  # fmt: skip
-_WRITING_NOTHING = frozenset({"requires_grad_", "detach_", "share_memory_"})
+_WRITING_NOTHING = frozenset({"requires_grad_", "share_memory_"})
+_BEHIND = "changes values that have a gradient by way of x.data or x.detach()"
+_STRAIGHT = "write x = x + (new - x).detach(), which has the new values and the gradient of the old."
 DETACHING = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OPERATOR = torch.ops.aten.cross_entropy_loss.default
@@ -203,13 +205,17 @@ class DetachedWrites(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == _SET_DATA:
             return self._set_data(*args)
+        if func is Tensor.detach_ and args[0].requires_grad:
+            raise _hidden_write(
+                "drops the gradient of a value in place (x.detach_())", "write x = x.detach()."
+            )
         if is_in_place(func):
             written = tensors_in(args[:1])
             if not any(tensor.requires_grad for tensor in written):
                 if any(
                     id(tensor) in self._detached and _memory(tensor) in self._hiding for tensor in written
                 ):
-                    raise _hidden_write()
+                    raise _hidden_write(_BEHIND, _STRAIGHT)
                 if not torch.is_grad_enabled() or all(id(tensor) in self._detached for tensor in written):
                     args, kwargs = pytree.tree_map_only(Tensor, _detached, (args, kwargs))
         result = func(*args, **kwargs)
@@ -229,18 +235,14 @@ class DetachedWrites(TorchFunctionMode):
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
         if tensor.requires_grad and _memory(tensor) not in self._inputs:
-            raise _hidden_write()
+            raise _hidden_write(_BEHIND, _STRAIGHT)
         with torch.no_grad():
             tensor.set_(value.detach())  # type: ignore[call-overload]
 
 
-def _hidden_write() -> UnsupportedModelError:
-    error = UnsupportedModelError(
-        "the forward changes values that have a gradient by way of x.data or x.detach()",
-        cure="write x = x + (new - x).detach(), which has the new values and the gradient of the old.",
-    )
-    error.needs_value = True  # code that runs as written may
-    return error
+def _hidden_write(what: str, cure: str) -> UnsupportedModelError:
+    # Code that runs as written may do it.
+    return needing_value(f"the forward {what}", cure=cure)
 
 
 def _detached(tensor: Tensor) -> Tensor:
@@ -253,17 +255,14 @@ def _memory(tensor: Tensor) -> int:
 
 
 def check_own_memory(tensor: Tensor, inputs: Sequence[Tensor]) -> None:
-    """After `x.data = value`: a value that is written into x does as much, unless x shares it with another input."""
+    """After a change of a tensor, such as `x.data = value`: a value that is written into x does as much, unless x shares
+    it with another input, which is an UnsupportedModelError.
+    """
     if sum(_memory(item) == _memory(tensor) for item in inputs) > 1:
-        raise shared_memory()
-
-
-def shared_memory() -> UnsupportedModelError:
-    """For a forward after which two of the model's tensors are one."""
-    return UnsupportedModelError(
-        "the model lets one of its tensors share the memory of another one (x.data = y.data)",
-        cure="copy the values: x.data = y.data.clone(), or x.copy_(y) under torch.no_grad().",
-    )
+        raise UnsupportedModelError(
+            "the model lets one of its tensors share the memory of another one (x.data = y.data)",
+            cure="copy the values: x.data = y.data.clone(), or x.copy_(y) under torch.no_grad().",
+        )
 
 
 def is_in_place(func: Any) -> bool:

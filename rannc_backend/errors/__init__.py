@@ -46,6 +46,7 @@ from rannc_backend.errors.models import (
     ValueNotMadeError,
     WrappedModelError,
     needing_batch_size,
+    needing_value,
 )
 from rannc_backend.errors.options import (
     ConfigurationFileError,
@@ -153,6 +154,7 @@ __all__ = [
     "is_of_user",
     "located",
     "needing_batch_size",
+    "needing_value",
     "rebuild_error",
     "user_location",
 ]

@@ -8,6 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from rannc_backend.errors.base import RanncError, UserInputError, ranks_text, shorten
 
+_WRITE_OTHERWISE = (
+    "write it with torch.where, or decide it outside of the compiled model; where an operator takes Python's numbers "
+    "alone (eps), give it one, or write it out with operators that take tensors."
+)
+
 
 class ModelError(UserInputError):
     """Base of the refusals of a model, or of the inputs that it is called with; `location` is the line that
@@ -27,6 +32,13 @@ def needing_batch_size(problem: str, *, cure: str = "", location: str = "") -> U
     """A refusal whose reason is that the model's code uses its batch size as a number."""
     error = UnsupportedModelError(problem, cure=cure, location=location)
     error.needs_batch_size = True
+    return error
+
+
+def needing_value(problem: str, location: str = "", *, cure: str = _WRITE_OTHERWISE) -> UnsupportedModelError:
+    """A refusal whose reason is gone where the code runs as written: a value that is known only when it runs."""
+    error = UnsupportedModelError(problem, cure=cure, location=location)
+    error.needs_value = True
     return error
 
 

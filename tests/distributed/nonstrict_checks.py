@@ -17,6 +17,7 @@ import tests.changing_models as changing_models
 import tests.kept_models as kept_models
 import tests.nonstrict_models as nonstrict
 from rannc_backend import backend, is_held
+from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.errors import ModelError, RanncError
 from tests.changing_models import WAYS, Momentum
 from tests.default_dtype import float64
@@ -165,8 +166,7 @@ def nonstrict_writing(context: Context) -> dict[str, Any]:
 
 def _worst_state(model: nn.Module, alone: nn.Module) -> float:
     """Of the parameters and buffers that this rank holds."""
-    others = {**dict(alone.named_parameters()), **dict(alone.named_buffers())}
-    mine = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    others, mine = named_tensors(alone), named_tensors(model)
     errors = (
         float((tensor.detach() - others[name].detach()).abs().max())
         for name, tensor in mine.items()

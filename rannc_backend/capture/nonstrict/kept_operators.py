@@ -17,7 +17,6 @@ import itertools
 import math
 import re
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -30,10 +29,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.capture.nonstrict.arguments import BatchSize
-from rannc_backend.capture.nonstrict.read_values import needing_value
 from rannc_backend.capture.nonstrict.swapping import swapped, write_back
-from rannc_backend.capture.written_out import shared_memory
-from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.capture.written_out import check_own_memory
+from rannc_backend.errors import UnsupportedModelError, needing_value
 from rannc_backend.passes.batch.row_wise import is_row_wise, row_wise
 from rannc_backend.passes.data_sizes import has_data_sizes
 from rannc_backend.passes.graph_queries import size_expression, symbols_in
@@ -179,11 +177,8 @@ class _Whole:
                 "or buffers that it did not change when it was captured",
                 cure="write it without the in-place operation.",
             )
-        places = Counter(tensor.untyped_storage().data_ptr() for tensor in used)
-        if any(
-            places[used[place].untyped_storage().data_ptr()] > 1 for place in written if used[place].numel()
-        ):
-            raise shared_memory()
+        for place in written:
+            check_own_memory(used[place], used)
         changed = tuple(sorted(written)) if self.buffers is None else self.buffers
         given = [leaf for leaf in found if isinstance(leaf, torch.Tensor)] + [
             used[place] for place in changed
@@ -349,14 +344,13 @@ def _observed(
     if not any(_runs(whole, values, sizes, {**hints, batch.symbol: size}) for size in batch.tries()):
         raise error
     with without_modes(), torch._C.DisableTorchFunction():
-        known = {batch.symbol: batch.of_all()}
-    real = {**_numbers(all_sizes, more=0), **known}
+        size = batch.of_all()
     for factor in (2, 1):
-        other = {**real, **{symbol: factor * size for symbol, size in known.items()}}
+        numbers = [{**hints, batch.symbol: size}, {**hints, batch.symbol: factor * size}]
         with contextlib.suppress(UnsupportedModelError):
-            observed = _observed_at(whole, values, sizes, [real, other])
+            observed = _observed_at(whole, values, sizes, numbers)
             # One run does not tell what has rows.
-            if factor > 1 or not set(known.values()) & observed.constant_sizes():
+            if factor > 1 or size not in observed.constant_sizes():
                 return observed
     raise error
 
@@ -365,9 +359,21 @@ def _runs(
     whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any], numbers: dict[Any, int]
 ) -> bool:
     with contextlib.suppress(UnsupportedModelError):
-        _observed_at(whole, values, sizes, [numbers, numbers])
+        _tried_at(whole, values, sizes, numbers)
         return True
     return False
+
+
+def _tried_at(
+    whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any], numbers: dict[Any, int]
+) -> tuple[list[torch.Tensor], tuple[list[torch.Tensor], Any, InnerWork, bool]]:
+    """What was made up at these sizes, and the run."""
+    with without_modes(), torch._C.DisableTorchFunction():
+        made = [
+            _made_up(value, numbers, place, place < whole.num_parameters)
+            for place, value in enumerate(values)
+        ]
+    return made, _tried(whole, made, [_number(size, numbers) for size in sizes])
 
 
 def _observed_at(
@@ -375,12 +381,7 @@ def _observed_at(
 ) -> _Whole:
     seen = []
     for numbers in tries:
-        with without_modes(), torch._C.DisableTorchFunction():
-            made = [
-                _made_up(value, numbers, place, place < whole.num_parameters)
-                for place, value in enumerate(values)
-            ]
-        result, kinds, work, draws = _tried(whole, made, [_number(size, numbers) for size in sizes])
+        made, (result, kinds, work, draws) = _tried_at(whole, values, sizes, numbers)
         whole = replace(whole, draws=whole.draws or draws)
         seen.append((result, kinds, made))
     (first, given, first_inputs), (other, other_given, other_inputs) = seen

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rannc_backend.capture.aten_trace import traced_node
 from rannc_backend.capture.inputs import StateTensor, TensorInput
 from rannc_backend.capture.nonstrict.arguments import Exchange
-from rannc_backend.errors import RanksDifferError, UnsupportedModelError
+from rannc_backend.errors import RanksDifferError, UnsupportedModelError, needing_value
 from rannc_backend.ir.length import LengthDims
 from rannc_backend.passes.batch.batch_axis import Meeting, analyze_batch_axis, is_random
 from rannc_backend.passes.batch.layouts import Constant, Layout, RowCount, RowIndex, Rows
@@ -49,11 +49,6 @@ _OVER_ALL = frozenset(
     }
 )
 _OF_NOTHING = frozenset({aten.any.default, aten.all.default, aten.sum.default})
-
-_WRITE_OTHERWISE = (
-    "write it with torch.where, or decide it outside of the compiled model; where an operator takes Python's numbers "
-    "alone (eps), give it one, or write it out with operators that take tensors."
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,17 +305,6 @@ def _refused(what: str, location: str) -> UnsupportedModelError:
     return needing_value(
         f"a path is chosen by a value that is known only when the model runs, and that {what}", location
     )
-
-
-def needing_value(what: str, location: str, cure: str = _WRITE_OTHERWISE) -> UnsupportedModelError:
-    """A refusal whose reason is a value that is known only when the model runs."""
-    error = UnsupportedModelError(
-        what,
-        location=location,
-        cure=cure,
-    )
-    error.needs_value = True
-    return error
 
 
 def _spread(location: str) -> UnsupportedModelError:

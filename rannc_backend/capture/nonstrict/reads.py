@@ -20,8 +20,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from rannc_backend.capture.nonstrict.read_values import ReadValue, TracedValue, needing_value
-from rannc_backend.errors import RanncError, UnsupportedModelError, is_of_user, user_location
+from rannc_backend.capture.nonstrict.read_values import ReadValue, TracedValue
+from rannc_backend.errors import RanncError, UnsupportedModelError, is_of_user, needing_value, user_location
 
 _MAX_RUNS = 24
 _OF_A_CHECK = "rannc_of_a_check"  # of an error

@@ -41,7 +41,7 @@ from rannc_backend.capture.nonstrict import kept_modules, kept_operators, read_v
 from rannc_backend.capture.nonstrict.guards import clock_outside, no_generators
 from rannc_backend.capture.nonstrict.kept_modules import KeptModules
 from rannc_backend.capture.nonstrict.packed import PackedSequences, SelectedTargets
-from rannc_backend.capture.nonstrict.read_values import TracedValue, needing_value
+from rannc_backend.capture.nonstrict.read_values import TracedValue
 from rannc_backend.capture.nonstrict.reads import Asked, Reads, Unknown, used_as_number
 from rannc_backend.capture.written_out import DETACHING, is_in_place, tensors_in
 from rannc_backend.errors import (
@@ -50,6 +50,7 @@ from rannc_backend.errors import (
     is_of_user,
     located,
     needing_batch_size,
+    needing_value,
     user_location,
 )
 from rannc_backend.ir.size_test import SizeTest
@@ -87,6 +88,7 @@ _WITHOUT_PLAIN_SIZES = {torch.Tensor.fill_diagonal_: fill_diagonal}
 _READING = {torch.Tensor.__bool__, *_NUMBERS, *_EQUALITIES}
 _CHECK = torch._check_with
 _LEN = len
+_TRACED = (FunctionalTensor, FakeTensor)
 _APPLY = vars(torch.autograd.Function)["apply"]
 
 
@@ -431,7 +433,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _length(value: Any) -> Any:
     """In place of `len`, which can only give a number: the size of a tensor may be a symbol."""
-    return value.shape[0] if isinstance(value, FunctionalTensor | FakeTensor) and value.dim() else _LEN(value)
+    return value.shape[0] if isinstance(value, _TRACED) and value.dim() else _LEN(value)
 
 
 def _holds(condition: sympy.Basic, *symbols: sympy.Symbol) -> Callable[..., bool]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.capture.nonstrict.arguments import call_of
 from rannc_backend.capture.nonstrict.captures import capture_call
 from rannc_backend.errors import UnsupportedModelError
@@ -33,8 +34,8 @@ def _check(model: nn.Module, **options: object) -> None:
             alone.zero_grad()
             result.backward()
             expected.backward()
-        theirs = {**dict(alone.named_parameters()), **dict(alone.named_buffers())}
-        for name, mine in (*model.named_parameters(), *model.named_buffers()):
+        theirs = named_tensors(alone)
+        for name, mine in named_tensors(model).items():
             torch.testing.assert_close(mine, theirs[name], rtol=1e-13, atol=1e-13, msg=f"{name}, step {step}")
             if mine.requires_grad:
                 torch.testing.assert_close(mine.grad, theirs[name].grad, rtol=1e-12, atol=1e-13)
