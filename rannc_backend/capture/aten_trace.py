@@ -407,12 +407,7 @@ class _AtenInterpreter(fx.Interpreter):
 
 def fixed_rows(what: str, location: str) -> UnsupportedModelError:
     """The model has used its batch size as a number."""
-    return needing_batch_size(
-        f"{what} works for one batch size only",
-        location=location,
-        cure="take the batch size from the inputs (x.size(0)) wherever the model uses it as a number, and compute with "
-        "all rows at once instead of in a loop over them.",
-    )
+    return needing_batch_size(f"{what} works for one batch size only", location=location)
 
 
 def _any_requires_grad(values: object) -> bool:

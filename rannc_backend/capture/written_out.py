@@ -43,8 +43,6 @@ _IN_PLACE = frozenset(
     )
 )  # fmt: skip
 _WRITING_NOTHING = frozenset({"requires_grad_", "share_memory_"})
-_BEHIND = "changes values that have a gradient by way of x.data or x.detach()"
-_STRAIGHT = "write x = x + (new - x).detach(), which has the new values and the gradient of the old."
 DETACHING = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OPERATOR = torch.ops.aten.cross_entropy_loss.default
@@ -206,8 +204,9 @@ class DetachedWrites(TorchFunctionMode):
         if func == _SET_DATA:
             return self._set_data(*args)
         if func is Tensor.detach_ and args[0].requires_grad:
-            raise _hidden_write(
-                "drops the gradient of a value in place (x.detach_())", "write x = x.detach()."
+            raise needing_value(
+                "the forward drops the gradient of a value in place (x.detach_())",
+                cure="write x = x.detach().",
             )
         if is_in_place(func):
             written = tensors_in(args[:1])
@@ -215,7 +214,7 @@ class DetachedWrites(TorchFunctionMode):
                 if any(
                     id(tensor) in self._detached and _memory(tensor) in self._hiding for tensor in written
                 ):
-                    raise _hidden_write(_BEHIND, _STRAIGHT)
+                    raise _hidden_write()
                 if not torch.is_grad_enabled() or all(id(tensor) in self._detached for tensor in written):
                     args, kwargs = pytree.tree_map_only(Tensor, _detached, (args, kwargs))
         result = func(*args, **kwargs)
@@ -235,14 +234,16 @@ class DetachedWrites(TorchFunctionMode):
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
         if tensor.requires_grad and _memory(tensor) not in self._inputs:
-            raise _hidden_write(_BEHIND, _STRAIGHT)
+            raise _hidden_write()
         with torch.no_grad():
             tensor.set_(value.detach())  # type: ignore[call-overload]
 
 
-def _hidden_write(what: str, cure: str) -> UnsupportedModelError:
-    # Code that runs as written may do it.
-    return needing_value(f"the forward {what}", cure=cure)
+def _hidden_write() -> UnsupportedModelError:
+    return needing_value(
+        "the forward changes values that have a gradient by way of x.data or x.detach()",
+        cure="write x = x + (new - x).detach(), which has the new values and the gradient of the old.",
+    )
 
 
 def _detached(tensor: Tensor) -> Tensor:

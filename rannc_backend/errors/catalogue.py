@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rannc_backend.errors import models
 from rannc_backend.errors.base import RanncError, UserInputError
 
 DOTS = "…"
@@ -108,9 +109,11 @@ def texts_by_class() -> dict[str, list[Text]]:
     found: dict[str, set[Text]] = {}
     trees = {_module_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in _sources()}
     constants = {module: _constants_of(tree) for module, tree in trees.items()}
+    tree = ast.parse(inspect.getsource(models))
+    made_by = _made_by(_WrittenOut(_constants_of(tree)).visit(tree))
     for module, tree in trees.items():
         written = _WrittenOut({**_imported(tree, constants), **constants[module]}).visit(tree)
-        for name, text in _texts_in(written, own_texts):
+        for name, text in _texts_in(written, own_texts, made_by):
             found.setdefault(name, set()).add(text)
     for cls in (cls for module in SYMPTOMS for cls in classes_of(module)):
         parent = cls.__bases__[0].__name__
@@ -201,16 +204,31 @@ def _has_text(cls: type[RanncError]) -> bool:
     return "problem" not in inspect.signature(cls.__init__).parameters
 
 
-def _texts_in(tree: ast.AST, own_texts: set[str]) -> Iterator[tuple[str, Text]]:
+def _made_by(tree: ast.AST) -> dict[str, tuple[str, str]]:
+    """The functions of a module that make an error of a text, by name, with its class and their cure."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and isinstance(node.returns, ast.Name):
+            if node.args.args and node.args.args[0].arg == "problem":
+                cure = dict(
+                    zip((each.arg for each in node.args.kwonlyargs), node.args.kw_defaults, strict=True)
+                )
+                found[node.name] = (node.returns.id, _shown(cure.get("cure") or ast.Constant("")))
+    return found
+
+
+def _texts_in(
+    tree: ast.AST, own_texts: set[str], made_by: Mapping[str, tuple[str, str]]
+) -> Iterator[tuple[str, Text]]:
+    """The texts with which a module raises, by class; `made_by` are the functions that make an error."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name in own_texts:
             for call in (each for each in ast.walk(node) if isinstance(each, ast.Call) and _is_super(each)):
                 yield from ((node.name, text) for text in _text_of(call))
-        elif (
-            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("Error")
-        ):
-            if node.func.id not in own_texts:
-                yield from ((node.func.id, text) for text in _text_of(node))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            name, cure = made_by.get(node.func.id, (node.func.id, ""))
+            if name.endswith("Error") and name not in own_texts:
+                yield from ((name, text) for text in _text_of(node, cure))
 
 
 def _is_super(call: ast.Call) -> bool:
@@ -221,12 +239,13 @@ def _is_super(call: ast.Call) -> bool:
     )
 
 
-def _text_of(call: ast.Call) -> Iterator[Text]:
+def _text_of(call: ast.Call, otherwise: str = "") -> Iterator[Text]:
+    """What a call is given as problem and cure; `otherwise` is the cure of a call without one."""
     named = {keyword.arg: keyword.value for keyword in call.keywords}
     problem = named.get("problem", call.args[0] if call.args else None)
     text = "" if problem is None else _shown(problem)
     if text.strip(f"{DOTS}: "):
-        cure = _shown(named["cure"]) if "cure" in named else ""
+        cure = _shown(named["cure"]) if "cure" in named else otherwise
         yield Text(problem=text, cure=cure if cure.strip(f"{DOTS}. ") or not cure else _SAID_WITH_IT)
 
 

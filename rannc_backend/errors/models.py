@@ -12,6 +12,10 @@ _WRITE_OTHERWISE = (
     "write it with torch.where, or decide it outside of the compiled model; where an operator takes Python's numbers "
     "alone (eps), give it one, or write it out with operators that take tensors."
 )
+_SIZE_OF_INPUTS = (
+    "take the batch size from the inputs (x.size(0)) wherever the model uses it as a number, and compute with all rows "
+    "at once instead of in a loop over them."
+)
 
 
 class ModelError(UserInputError):
@@ -28,7 +32,9 @@ class UnsupportedModelError(ModelError):
     """The model does something for which the exactness of the results could not be kept."""
 
 
-def needing_batch_size(problem: str, *, cure: str = "", location: str = "") -> UnsupportedModelError:
+def needing_batch_size(
+    problem: str, *, cure: str = _SIZE_OF_INPUTS, location: str = ""
+) -> UnsupportedModelError:
     """A refusal whose reason is that the model's code uses its batch size as a number."""
     error = UnsupportedModelError(problem, cure=cure, location=location)
     error.needs_batch_size = True

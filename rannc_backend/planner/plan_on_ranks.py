@@ -256,9 +256,7 @@ def print_plan(plan: Plan, file: str) -> None:
 def rows_as_number(name: str) -> UnsupportedModelError:
     """The model's code has made a number of the size of an input, whose rows are those of a batch."""
     return needing_batch_size(
-        f"the model works for one batch size only: its code turned the size of input {name} into a number",
-        cure="take the batch size from the inputs (x.size(0)), and compute with all rows at once instead of in a loop "
-        "over them.",
+        f"the model works for one batch size only: its code turned the size of input {name} into a number"
     )
 
 

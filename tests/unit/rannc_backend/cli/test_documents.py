@@ -120,3 +120,11 @@ def test_the_page_of_errors_writes_out_texts_that_have_a_name() -> None:
     imported = catalogue.section_of(errors.GenerationError)
     assert "| correct the plan, or let the planner write it again. |" in own
     assert "| leave it out, or generate inside `with rannc_backend.gathered(model):`. |" in imported
+
+
+def test_the_page_of_errors_has_the_texts_of_functions_that_make_errors() -> None:
+    page = catalogue.section_of(errors.UnsupportedModelError)
+    own = "the forward drops the gradient of a value in place (x.detach_())"
+    with_default = "a number that is known only when the model runs is used as one"
+    assert f"| {own} | write x = x.detach(). |" in page
+    assert f"| {with_default} | write it with torch.where, or decide it outside" in page
