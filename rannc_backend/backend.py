@@ -43,7 +43,7 @@ from rannc_backend.capture.errors import own_errors_only  # noqa: E402
 from rannc_backend.capture.first_trace import begin_symbolically  # noqa: E402
 from rannc_backend.capture.inputs import plain_numbers  # noqa: E402
 from rannc_backend.capture.module_compile import trace_modules_of_torch  # noqa: E402
-from rannc_backend.capture.nonstrict.arguments import Call, places_of  # noqa: E402
+from rannc_backend.capture.nonstrict.arguments import BatchDims, Call, places_of  # noqa: E402
 from rannc_backend.capture.nonstrict.captures import Capture, capture_call  # noqa: E402
 from rannc_backend.capture.nonstrict.trace import Changing  # noqa: E402
 from rannc_backend.capture.refusals import GivenUpModels, recompile_limit, refuse_sharded  # noqa: E402
@@ -141,6 +141,12 @@ def _compile_or_refuse(
     world = _started(config, str(graph_module.graph))
     if _lies_on_host(config, world):
         raise OffloadError("it is a function that is compiled, which only Dynamo captures")
+    if any(config.batch_dims.values()):
+        raise UserInputError(
+            "option batch_dim is for the inputs of an nn.Module, and a function is compiled",
+            cure="compile the model (torch.compile(model, backend='rannc')), or give the function's inputs with the "
+            "samples along their first dimension.",
+        )
     _check_device(example_inputs, world, lambda: capture.check_one_device(graph_module, example_inputs))
     if config.stage_compiler == "inductor" and world.has_least_to_do():
         begin_compiling({world.device.type})
@@ -235,6 +241,7 @@ def _second_way(module: nn.Module | None, told: Mapping[str, Any]) -> NonstrictC
     config = _config_of(told)
     return NonstrictCalls(
         module=weakref.ref(module),
+        batch_dims=lambda: BatchDims.of_option(config().batch_dims),
         way=lambda: _way(config()),
         dynamic=told.get("dynamic") is not False,
         prepare=functools.partial(_prepare_without_dynamo, told.get("options")),
@@ -245,9 +252,10 @@ def _second_way(module: nn.Module | None, told: Mapping[str, Any]) -> NonstrictC
 
 def _way(config: Config) -> Way:
     """How a module's forward is captured. Dynamo would take parameters on the host for what they are; the other way
-    traces as if they were on the device, where their copies will be.
+    traces as if they were on the device, where their copies will be. It alone moves dimensions of inputs.
     """
-    return "nonstrict" if config.offload != "none" and torch.cuda.is_available() else config.capture
+    on_host = config.offload != "none" and torch.cuda.is_available()
+    return "nonstrict" if on_host or any(config.batch_dims.values()) else config.capture
 
 
 def _lies_on_host(config: Config, world: World) -> bool:
@@ -274,7 +282,10 @@ def _padding(module: nn.Module | None, told: Mapping[str, Any]) -> Prepare | Non
         exchange = functools.partial(
             agree, world, "the shapes of a call", limit_seconds=config.compile_timeout_seconds
         )
-        return padded_arguments(model, args, kwargs, paddings=config.paddings, exchange=exchange)
+        dims = BatchDims.of_option(config.batch_dims)
+        return padded_arguments(
+            model, args, kwargs, paddings=config.paddings, batch_dims=dims, exchange=exchange
+        )
 
     return prepared
 

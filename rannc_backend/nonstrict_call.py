@@ -6,6 +6,7 @@ serves the calls of the module, once Dynamo has refused it or the user has chose
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,10 +18,11 @@ from torch import nn
 
 from rannc_backend.capture.dynamo import marked_sizes
 from rannc_backend.capture.first_trace import SeenSizes
-from rannc_backend.capture.nonstrict.arguments import Call, Ranks, call_of
-from rannc_backend.capture.nonstrict.captures import Capture, find_capture
+from rannc_backend.capture.nonstrict.arguments import BatchDims, Call, Ranks, call_of
+from rannc_backend.capture.nonstrict.captures import Capture, find_capture, refuse_other_dim
 from rannc_backend.capture.nonstrict.kept_modules import WHOLE_MODEL
 from rannc_backend.capture.nonstrict.trace import Changing, Recorded
+from rannc_backend.compiled_call import arguments_of_call
 from rannc_backend.errors import (
     BatchSizeTestError,
     InternalError,
@@ -29,6 +31,7 @@ from rannc_backend.errors import (
     RanncError,
     extended,
 )
+from rannc_backend.passes.pipeline import PassError
 from rannc_backend.runtime.absent_tensors import is_absent, strides_of
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.job import bootstrap
@@ -47,6 +50,7 @@ class NonstrictCalls:
     """
 
     module: weakref.ref[nn.Module]
+    batch_dims: Callable[[], BatchDims]
     way: Callable[[], Way]
     dynamic: bool
     prepare: Callable[[nn.Module, Call, Changing], tuple[Capture, Run]]
@@ -85,7 +89,7 @@ class NonstrictCalls:
         assert module is not None, "the model is gone"
         first = not self._runs
         try:
-            call = call_of(module, args, kwargs)
+            call = call_of(module, args, kwargs, self.batch_dims())
             capture = self._known(call, [capture for capture, _ in self._runs])
             capture = capture or self._captured(module, call)
         except ModelError as error:
@@ -112,11 +116,14 @@ class NonstrictCalls:
         return find_capture(captures, call, self.ranks()) if captures else None
 
     def _captured(self, module: nn.Module, call: Call) -> Capture:
+        if self._runs:
+            call = self._runs[-1][0].seen(call)
         changed = self._seen.changed(module, dict(enumerate(call.tensors))) if self.dynamic else {}
         changing = {(index, dim) for index, dims in changed.items() for dim in dims}
         if self.dynamic:
-            marked = ((index, marked_sizes(tensor)) for index, tensor in enumerate(call.tensors))
-            changing |= {(index, dim) for index, dims in marked for dim in dims if dim > 0}
+            marked = ((index, marked_sizes(tensor)) for index, tensor in enumerate(call.given))
+            places = {(index, call.dim_of_tensor(index, dim)) for index, dims in marked for dim in dims}
+            changing |= {place for place in places if place[1] > 0}
         self._runs.append(self.prepare(module, call, changing))
         if changing and not self._runs[-1][0].recorded.lengths.hints:
             self._seen.give_up(weakref.ref(module))
@@ -164,6 +171,17 @@ class NonstrictCalls:
                 "another answer captures another path",
                 "; ".join(dict.fromkeys(decision.location for decision in recorded.decisions)),
             )
+
+
+def batch_dim_check(config: Config, num_ranks: int, module: nn.Module) -> Callable[[PassError], None]:
+    """What to ask of the call under way where its samples meet, as `refuse_other_dim` does: with option batch_dim, or
+    with one rank, nothing.
+    """
+    args, kwargs = arguments_of_call()
+    if num_ranks == 1 or config.batch_dim or not config.gather_inputs or not (args or kwargs):
+        return lambda error: None
+    ranks = Ranks(strides_of=strides_of, is_absent=is_absent)
+    return functools.partial(refuse_other_dim, module, args, kwargs, ranks)
 
 
 def ranks_of_job(config: Config, device: torch.device | None = None) -> Ranks:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rannc_backend.capture.nonstrict.arguments import call_of
+from rannc_backend.capture.nonstrict.arguments import BatchDims, call_of
 from rannc_backend.errors import RanksDifferError, UserInputError
 from rannc_backend.runtime.step.graph_settings import LENGTHS_CURE
 from rannc_backend.runtime.torch_internals import leaves_of
@@ -32,6 +32,7 @@ def padded_arguments(
     kwargs: Mapping[str, Any],
     *,
     paddings: Mapping[str, float],
+    batch_dims: BatchDims,
     exchange: Exchange,
 ) -> tuple[tuple[Any, ...], dict[str, Any], Check]:
     """The arguments with the inputs that `paddings` names padded at the ends of their dimensions behind the first, and
@@ -43,7 +44,7 @@ def padded_arguments(
         UserInputError: `paddings` names what is no input of the call.
         RanksDifferError: another input has other sizes on other ranks.
     """
-    call = call_of(module, args, kwargs)
+    call = call_of(module, args, kwargs, batch_dims)
     if unknown := [name for name in paddings if name not in call.labels]:
         raise UserInputError(
             f"option pad_inputs names {', '.join(unknown)}, and the inputs of {type(module).__name__} are "
@@ -63,7 +64,7 @@ def padded_arguments(
         for dim in range(1, len(sizes))
         if any(label in each and each[label][dim] != sizes[dim] for each in shapes)
     }
-    args, kwargs = call.rebuilt(tensors)
+    args, kwargs = call.rebuilt(call.as_given(tensors))
     return args, kwargs, partial(_check_result, type(module).__name__, longest)
 
 

@@ -35,6 +35,7 @@ from rannc_backend.ir.updates import Update
 from rannc_backend.log.progress import planning_progress
 from rannc_backend.log.startup import say_places
 from rannc_backend.log.step_timer import log_step_timer
+from rannc_backend.nonstrict_call import batch_dim_check
 from rannc_backend.notices import Deployed, Notices, say_outputs
 from rannc_backend.passes.pipeline import GraphDump, dumping
 from rannc_backend.planner import plan_on_ranks
@@ -105,15 +106,13 @@ class Session:
     table: ParameterTable | None = None
     runtimes: dict[str, GraphRuntime] = field(default_factory=dict)
     captured: dict[str, CapturedGraph] = field(default_factory=dict)  # without their model
-    buffer_stages: dict[str, frozenset[int]] = field(
-        default_factory=dict
-    )  # that read a buffer, or make its new value, in some graph
+    # That read a buffer, or make its new value, in some graph.
+    buffer_stages: dict[str, frozenset[int]] = field(default_factory=dict)
     changing_buffers: set[str] = field(default_factory=set)
     trace: EventTrace | None = None
     notices: Notices = field(default_factory=Notices)
-    compiled: weakref.WeakSet[Callable[..., Any]] = field(
-        default_factory=weakref.WeakSet
-    )  # what Dynamo calls for this model
+    # What Dynamo calls for this model.
+    compiled: weakref.WeakSet[Callable[..., Any]] = field(default_factory=weakref.WeakSet)
     # By shapes of inputs for which it was compiled: the plain numbers that it had.
     compiled_for: dict[tuple[str, ...], Mapping[str, float]] = field(default_factory=dict)
     measured: Mapping[str, Any] = field(default_factory=dict)  # of the first steps, on this rank
@@ -263,14 +262,15 @@ class Session:
         return ordered
 
     def _analysis(self, captured: CapturedGraph) -> GraphAnalysis:
-        with log_step_timer(verbose=self.config.verbose).step("analysis") as details:
-            with dumping(self._dump):
-                analysis = analyze(
-                    captured,
-                    whole_batch=self.config.whole_batch,
-                    batch_norm=self.config.batch_norm,
-                    choices=self.follows_choices,
-                )
+        timer = log_step_timer(verbose=self.config.verbose)
+        with timer.step("analysis") as details, dumping(self._dump):
+            analysis = analyze(
+                captured,
+                whole_batch=self.config.whole_batch,
+                batch_norm=self.config.batch_norm,
+                choices=self.follows_choices,
+                where_rows_meet=batch_dim_check(self.config, self.world.size, captured.root_module),
+            )
             details.append(f"{len(analysis.split.rowwise.graph.nodes)} nodes in stages")
         return analysis
 

@@ -38,7 +38,9 @@ def init() -> None:
     bootstrap.start()
 
 
-def join(loader: Iterable[Batch], *, at_end: Literal["empty", "stop"] = "empty") -> Iterator[Batch]:
+def join(
+    loader: Iterable[Batch], *, at_end: Literal["empty", "stop"] = "empty", batch_dim: int = 0
+) -> Iterator[Batch]:
     """The batches of a loader, as many on every rank, whatever each rank's loader has. Collective.
 
     Before each batch the ranks agree whether there is another one. All ranks must leave the loop at the same batch.
@@ -46,8 +48,10 @@ def join(loader: Iterable[Batch], *, at_end: Literal["empty", "stop"] = "empty")
     Args:
         loader: Anything that gives batches: tensors in tuples, lists, dictionaries.
         at_end: What a rank gets that has no batch where others still have one: "empty", a batch without rows, in which
-            every tensor whose dimension 0 is that of the batch has none; "stop": the loop ends on all ranks, and
-            batches that others have left are not used.
+            every tensor has none whose size along ``batch_dim`` is that of the first one; "stop": the loop ends on all
+            ranks, and batches that others have left are not used.
+        batch_dim: The dimension of samples, as option batch_dim has it: that of tensors with fewer dimensions is their
+            last one.
 
     Returns:
         Batches. One without rows takes part in a call of a compiled model as any other. The mean of no rows is NaN, so
@@ -73,7 +77,7 @@ def join(loader: Iterable[Batch], *, at_end: Literal["empty", "stop"] = "empty")
             if not having or (at_end == "stop" and len(having) < world.size):
                 return
             if found and not has_empty:
-                empty, has_empty = _without_rows(found[0]), True
+                empty, has_empty = _without_rows(found[0], batch_dim), True
             if any(not (has or knows) for has, knows, _ in flags):
                 # A rank that never had a batch learns from another what they look like.
                 own = _as_text(empty) if world.rank == having[0] else ""
@@ -87,20 +91,23 @@ class _End:
     """No batch."""
 
 
-def _without_rows(batch: Any) -> Any:
+def _without_rows(batch: Any, batch_dim: int) -> Any:
     leaves, put_together = taken_apart(batch)
-    rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
-    if rows is None:
+    dims = {
+        index: min(batch_dim, leaf.dim() - 1)
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.dim()
+    }
+    sizes = {index: leaves[index].shape[dim] for index, dim in dims.items()}
+    if not sizes:
         raise UserInputError(
             "join was given a batch without a tensor that has rows",
             cure="join a loader of tensors, in tuples, lists or dictionaries.",
         )
     return put_together(
         [
-            leaf[:0].clone()
-            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
-            else leaf
-            for leaf in leaves
+            leaf.narrow(dims[index], 0, 0).clone() if sizes.get(index) == next(iter(sizes.values())) else leaf
+            for index, leaf in enumerate(leaves)
         ]
     )
 

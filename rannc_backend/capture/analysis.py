@@ -21,6 +21,7 @@ from rannc_backend.ir.graph_input import BatchInput, LengthInput, ParameterInput
 from rannc_backend.kernels.kept_rows import KEEP_ROWS
 from rannc_backend.passes.batch.batch_axis import Rows, is_statistic
 from rannc_backend.passes.batch.differentiability import values_needing_grad
+from rannc_backend.passes.batch.layouts import KeyCounts
 from rannc_backend.passes.batch.split_reductions import BatchSplit, split_batch
 from rannc_backend.passes.data_sizes import bound_data_sizes
 from rannc_backend.passes.fixed_sizes import at_numbers
@@ -149,6 +150,7 @@ def analyze(
     whole_batch: str = "auto",
     batch_norm: str = "micro_batch",
     choices: bool = True,
+    where_rows_meet: Callable[[PassError], None] = lambda error: None,
 ) -> GraphAnalysis:
     """Run the passes that need no plan.
 
@@ -156,13 +158,15 @@ def analyze(
         whole_batch: the option; "never" refuses graphs whose rows meet.
         batch_norm: the option; with "global" a graph that takes statistics of a batch runs on the whole batch.
         choices: whether elements that a mask chooses are followed; else they are rows that meet.
+        where_rows_meet: called with what a pass says of them, before the graph becomes one of the whole batch; and
+            where sums over rows are more than one number, as means over a sequence are.
 
     Raises:
         BatchMixedError: an operator mixes samples; names it and the user's line.
         UnsupportedModelError: the graph has lengths, and is better captured without.
     """
     try:
-        return _analyzed(captured, whole_batch, batch_norm, choices)
+        return _analyzed(captured, whole_batch, batch_norm, choices, where_rows_meet)
     except ModelError:
         raise
     except Exception as error:
@@ -171,17 +175,26 @@ def analyze(
         raise UnsupportedModelError(f"lengths lead to {type(error).__name__}: {error}") from error
 
 
-def _analyzed(captured: CapturedGraph, whole_batch: str, batch_norm: str, choices: bool) -> GraphAnalysis:
+def _analyzed(
+    captured: CapturedGraph,
+    whole_batch: str,
+    batch_norm: str,
+    choices: bool,
+    where_rows_meet: Callable[[PassError], None],
+) -> GraphAnalysis:
     trained = {spec.name for spec in captured.inputs if spec.requires_grad}
     try:
         split = _split(captured, trained, together=False, choices=choices)
         if batch_norm == "global" and any(map(is_statistic, split.layouts.values())):
             split = _split(captured, trained, together=True)
+        if (sums := _sums_of_several(split)) is not None:
+            where_rows_meet(sums)
     except PassError as error:
         if whole_batch == "never":
             raise mixed_batch_error(error) from error
         if _is_split_by(captured, trained, choices=choices):
             raise UnsupportedModelError(f"rows are not known to be apart at every length: {error}") from error
+        where_rows_meet(error)
         try:
             split = _split(captured, trained, together=True)
         except PassError as remaining:
@@ -195,6 +208,36 @@ def _analyzed(captured: CapturedGraph, whole_batch: str, batch_norm: str, choice
     return GraphAnalysis(
         captured=captured, split=split, needs_grad=needs_grad, input_kinds=_input_kinds(captured, split)
     )
+
+
+def _sums_of_several(split: BatchSplit) -> PassError | None:
+    """Names a sum over rows that is more than one number: as losses are not, and means over a sequence are."""
+    names, prologue = set(split.partial_names), split.prologue
+    sums = [node for node in split.rowwise.graph.nodes if node.name in names]
+    sums += (
+        []
+        if prologue is None
+        else [node for node in output_values(prologue.graph) if isinstance(node, fx.Node)]
+    )
+    for node in sums:
+        value = node.meta.get("val")
+        if (
+            isinstance(value, torch.Tensor)
+            and value.dim()
+            and not isinstance(split.layouts.get(node.name), KeyCounts)
+        ):
+            return PassError(node, f"a sum over it has the shape {list(value.shape)}")
+    return None
+
+
+def keeps_rows_apart(captured: CapturedGraph) -> bool:
+    """Whether each sample of a captured graph is computed by itself, sums over all of them apart."""
+    trained = {spec.name for spec in captured.inputs if spec.requires_grad}
+    try:
+        _split(captured, trained, together=False)
+    except PassError:
+        return False
+    return True
 
 
 def _without_lengths(captured: CapturedGraph) -> CapturedGraph:

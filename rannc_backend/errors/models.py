@@ -14,7 +14,7 @@ _WRITE_OTHERWISE = (
 )
 _SIZE_OF_INPUTS = (
     "take the batch size from the inputs (x.size(0)) wherever the model uses it as a number, and compute with all rows "
-    "at once instead of in a loop over them."
+    "at once instead of in a loop over them; where another dimension counts the samples, set the option batch_dim."
 )
 
 
@@ -67,8 +67,8 @@ class NoBatchDimensionError(ModelError):
         seen = ", ".join(f"{name}: {list(shape)}" for name, shape in shapes.items()) or "no tensor arguments"
         super().__init__(
             f"no batch dimension found in the inputs of the model ({seen})",
-            cure="pass at least one tensor whose dimension 0 counts the samples; all tensors with that size "
-            "in dimension 0 are cut into micro-batches.",
+            cure="pass at least one tensor whose dimension 0 counts the samples (with another dimension, set the option "
+            "batch_dim); all tensors with that size there are cut into micro-batches.",
         )
 
 
@@ -80,7 +80,26 @@ class BatchMixedError(ModelError):
         super().__init__(
             f"operator {operator} mixes the samples of a batch: {reason}",
             location=location,
-            cure="compute it per sample (dimension 0 kept as it is), or move it outside of the compiled model.",
+            cure="compute it per sample (dimension 0 kept as it is), or move it outside of the compiled model; where another "
+            "dimension of the inputs counts the samples, set the option batch_dim.",
+        )
+
+
+class UnclearBatchDimError(UserInputError):
+    """Samples meet along the first dimension of the inputs, and nothing does along the second one, as far as is known."""
+
+    def __init__(self, reason: str, *, inputs: str, as_written: bool = False, location: str = "") -> None:
+        of_second = (
+            f"its layers with batch_first=False take dimension 1 of {inputs} for that of samples"
+            if as_written
+            else f"along dimension 1 of {inputs} nothing is mixed"
+        )
+        super().__init__(
+            f"samples meet along dimension 0 of the inputs ({reason}), and {of_second}: it is not clear which one "
+            "counts the samples",
+            location=location,
+            cure="say it: options={'batch_dim': 1}, for inputs [length, batch, ...] (batch_first=False), or "
+            "options={'batch_dim': 0}, where the samples of a batch are meant to meet.",
         )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from rannc_backend.capture.analysis import GraphAnalysis, analyze
+from rannc_backend.capture.nonstrict.arguments import BatchDims
 from rannc_backend.capture.nonstrict.meta_model import (
     capture_model,
     convert_model,
@@ -97,7 +98,8 @@ def analyze_model(
         call_args, call_kwargs = convert_values((call_args, call_kwargs), _META if nowhere else None, dtype)
     device = trace_device(cluster) if nowhere else None
     with step_timer.step("capture") as details, _autocast(config, device or tensors[0].device):
-        captured = capture_model(model, call_args, call_kwargs, device=device)
+        batch_dims = BatchDims.of_option({} if config is None else config.batch_dims)
+        captured = capture_model(model, call_args, call_kwargs, device=device, batch_dims=batch_dims)
         details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
     with step_timer.step("analysis") as details:
         analysis = analyze(

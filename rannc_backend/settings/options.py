@@ -89,6 +89,14 @@ class Config(MemoryOptions, PlanningOptions):
         description="True: the global batch is the ranks' batches in rank order; False: it is rank 0's "
         "batch.",
     )
+    batch_dim: str = Field(
+        "",
+        pattern=rf"^([0-9]|{NAME_PATTERN}=[0-9](,{NAME_PATTERN}=[0-9])*)?$",
+        json_schema_extra={"accepts": 'a number, as 1, or numbers by input, as {"hidden": 1} or "hidden=1"'},
+        description="The dimension of the inputs that counts the samples, where it is not the first one: 1 for "
+        "[length, batch, width]; inputs that have fewer dimensions have it as their last one. By input: the others "
+        "have it as their first one. Such a model is captured as capture='nonstrict' does.",
+    )
     pad_inputs: str = Field(
         "",
         pattern=rf"^({_PADDING}(,{_PADDING})*)?$",
@@ -264,6 +272,12 @@ class Config(MemoryOptions, PlanningOptions):
         return {name: number_or_truth(text) for name, text in pairs}
 
     @property
+    def batch_dims(self) -> dict[str, int]:
+        """`batch_dim` by input; that of all inputs without a name."""
+        pairs = (item.rpartition("=") for item in self.batch_dim.split(",") if item)
+        return {name: int(dim) for name, _, dim in pairs}
+
+    @property
     def mean_gradients(self) -> bool:
         """Whether gradients are averaged over ranks, not summed, with the loss outside the model."""
         return self.gradients_reduce_method == "mean" and not self.skip_grad_scaling
@@ -283,10 +297,10 @@ class Config(MemoryOptions, PlanningOptions):
     def _schedule_by_its_own_name(cls, value: str) -> str:
         return value if value == "auto" else check_schedule_name(SCHEDULE_ALIASES.get(value, value))
 
-    @field_validator("pad_inputs", mode="before")
+    @field_validator("pad_inputs", "batch_dim", mode="before")
     @classmethod
-    def _join_paddings(cls, value: object) -> object:
-        return pairs_as_text(value)
+    def _join_pairs(cls, value: object) -> object:
+        return str(value) if type(value) is int else pairs_as_text(value)
 
     @model_validator(mode="after")
     def _check_items_agree(self) -> Config:
@@ -306,6 +320,8 @@ class Config(MemoryOptions, PlanningOptions):
             raise _disagreement("recompute_modules", "empty with", other)
         if self.gradient_scale != 1 and self.gradient_dtype == "same":
             raise _disagreement("gradient_scale", "1 without another", "gradient_dtype")
+        if any(self.batch_dims.values()) and self.capture == "dynamo":
+            raise _disagreement("batch_dim", "0 with", "capture")
         if self.checkpointing and activation_budget(self.recompute):
             raise _disagreement("checkpointing", "False with", "recompute")
         return self

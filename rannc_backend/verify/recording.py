@@ -58,14 +58,28 @@ class OtherSettingsNeededError(SystemExit):
 
 @dataclass(slots=True)
 class _Call:
-    """One call under way. ``batch_ids``: of input tensors that belong to the batch; ``known_ids``: of all
-    that the graph uses.
-    """
+    """One call under way. ``seen``: the input tensors that the graph uses, and whether they belong to the batch."""
 
     number: int
-    batch_ids: set[int] = field(default_factory=set)
-    known_ids: set[int] = field(default_factory=set)
+    seen: list[tuple[Tensor, bool]] = field(default_factory=list)
     runtime: GraphRuntime | None = None
+
+    def kind_of(self, tensor: Tensor) -> tuple[str, int]:
+        """What a tensor of the user is to the graph, and which of its dimensions is the first one there."""
+        for seen, is_batch in self.seen:
+            for dim in range(max(tensor.dim(), 1)):
+                if seen is tensor or (dim and _is_same_view(seen, tensor.detach().movedim(dim, 0))):
+                    return ("batch", dim) if is_batch else ("same", 0)
+        return "unused", 0
+
+
+def _is_same_view(first: Tensor, second: Tensor) -> bool:
+    return (
+        first.shape == second.shape
+        and first.stride() == second.stride()
+        and first.data_ptr() == second.data_ptr()
+        and first.dtype == second.dtype
+    )
 
 
 @dataclass(slots=True)
@@ -128,16 +142,17 @@ class Recorder:
         available = {
             index: tensor for index, tensor in outputs.items() if not isinstance(tensor, UnavailableOutput)
         }
-        kinds = [
-            "batch" if id(tensor) in call.batch_ids else "same" if id(tensor) in call.known_ids else "unused"
-            for tensor in inputs
-        ]
+        found = [call.kind_of(tensor) for tensor in inputs]
+        kinds, dims = [kind for kind, _ in found], [dim for _, dim in found]
         settings = None if call.runtime is None else call.runtime.settings
         facts = {
             "kinds": kinds,
             "requires_grad": [tensor.requires_grad for tensor in inputs],
+            "batch_dims": dims,
             "batch_rows": [
-                int(tensor.shape[0]) for tensor, kind in zip(inputs, kinds, strict=True) if kind == "batch"
+                int(tensor.shape[dim])
+                for tensor, (kind, dim) in zip(inputs, found, strict=True)
+                if kind == "batch"
             ][:1],
             "gathers": settings is None or settings.gather_inputs,
             "averages": settings is None or settings.mean_gradients,
@@ -173,9 +188,7 @@ class Recorder:
                 "; ".join(_in_words(session.plan) for session in REGISTRY.sessions.values()),
             )
         for spec, tensor in zip(runtime.inputs, user_tensors, strict=True):
-            self.current.known_ids.add(id(tensor))
-            if isinstance(spec, BatchInput):
-                self.current.batch_ids.add(id(tensor))
+            self.current.seen.append((tensor, isinstance(spec, BatchInput)))
 
     def published(self, runtime: GraphRuntime) -> None:
         """As of `StepObserver`."""

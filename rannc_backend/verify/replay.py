@@ -74,6 +74,10 @@ class _Call:
     layouts: dict[int, Layout] = field(default_factory=dict)
     num_backwards: int = 0
 
+    def dim_of(self, index: int) -> int:
+        """The dimension of samples of an input of the batch."""
+        return int(self.events[0].facts["batch_dims"][index])
+
     def rows_of(self, rank: int) -> tuple[int, int]:
         """The rows of a rank in the batch."""
         sizes = [int((event.facts["batch_rows"] or [0])[0]) for event in self.events]
@@ -193,7 +197,7 @@ class Reference:
             parts = [event.tensors[f"input.{index}"] for event in events]
             whole = parts[0]
             if self._is_batch(call, index, parts) and first.facts["gathers"]:
-                whole = torch.cat(parts)
+                whole = torch.cat(parts, call.dim_of(index))
             whole = whole.to(mine.device).clone()
             call.inputs.append(whole.requires_grad_(first.facts["requires_grad"][index]))
         fresh = iter(call.inputs)
@@ -276,10 +280,10 @@ class Reference:
         first, last = call.rows_of(0)
         scale = len(events) if only_rows and averages else 1
         given = []
-        for tensor, kind in zip(call.inputs, call.kinds, strict=True):
-            part = (
-                None if tensor.grad is None else tensor.grad[first:last] if kind == "batch" else tensor.grad
-            )
+        for index, (tensor, kind) in enumerate(zip(call.inputs, call.kinds, strict=True)):
+            part = tensor.grad
+            if part is not None and kind == "batch":
+                part = part.narrow(call.dim_of(index), first, last - first)
             given.append(None if part is None else part * scale)
         return given
 

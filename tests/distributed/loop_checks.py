@@ -107,6 +107,7 @@ def joined(context: Context) -> None:
     compare_losses(context, "joined", losses, wanted)
     stopped = len(list(rannc_backend.join(mine, at_end="stop")))
     context.findings.that(stopped == min(numbers), f"{stopped} batches until the shortest loader ends")
+    _join_along_another_dimension(context, numbers)
 
     def failing() -> Any:
         yield mine[0] if mine else batches[0]
@@ -122,6 +123,16 @@ def joined(context: Context) -> None:
         ("UserInputError",),
         lambda: list(rannc_backend.join(mine, at_end="wait")),  # type: ignore[arg-type]
     )
+
+
+def _join_along_another_dimension(context: Context, numbers: list[int]) -> None:
+    batch = {"x": torch.ones(7, 3, 2), "labels": torch.ones(3), "mask": torch.ones(7, 7)}
+    mine = [batch] * numbers[context.rank]
+    for number, found in enumerate(rannc_backend.join(mine, batch_dim=1)):
+        rows = 3 if number < len(mine) else 0
+        shapes = {name: tuple(value.shape) for name, value in found.items()}
+        wanted = {"x": (7, rows, 2), "labels": (rows,), "mask": (7, 7)}
+        context.findings.that(shapes == wanted, f"batch {number} along dimension 1: {shapes}")
 
 
 def norms_by_name(context: Context) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import tests.batch_dim_models as batch_dim_models
 import tests.changing_models as changing_models
 import tests.kept_models as kept_models
 import tests.nonstrict_models as nonstrict
@@ -161,6 +162,56 @@ def nonstrict_writing(context: Context) -> dict[str, Any]:
             context.findings.that(
                 error <= EXACT and whole, f"{name}: its state is off by {error}, or not whole"
             )
+    return {}
+
+
+def nonstrict_dims(context: Context) -> dict[str, Any]:
+    """Models whose samples lie along another dimension of some inputs: three steps, of unequal numbers of samples, and
+    an evaluation. What they give has samples where it has them in one process; without the option those where both
+    dimensions could be meant are refused.
+    """
+    start, stop = context.interval
+    with float64():
+        for name, entry in batch_dim_models.MODELS.items():
+            options = {"batch_dim": entry.option} if entry.option else {}
+            model, alone, compiled, optimizers = context.pair(entry.make, **options)
+            for step in range(4):
+                rows = entry.batch(sum(context.case.local_rows), step)
+                own = entry.part(rows, start, stop)
+                if step == 3:
+                    alone.eval()
+                    compiled.eval()
+                    with torch.no_grad():
+                        results = compiled(**own), alone(**rows)
+                else:
+                    for optimizer in optimizers:
+                        optimizer.zero_grad()
+                    results = compiled(**own), alone(**rows)
+                found, expected = (each if isinstance(each, tuple) else (each,) for each in results)
+                error = abs(float(found[0].detach()) / float(expected[0].detach()) - 1)
+                if step < 3:
+                    found[0].backward()
+                    expected[0].backward()
+                    error = max(error, worst_error(model, alone))
+                    for optimizer in optimizers:
+                        optimizer.step()
+                for mine, whole in zip(found[1:], expected[1:], strict=True):
+                    error = max(error, float((mine - whole[:, start:stop]).abs().max()))
+                context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")
+        for name in batch_dim_models.UNCLEAR:
+            entry = batch_dim_models.MODELS[name]
+            _, _, compiled, _ = context.pair(entry.make)
+            # As many on all ranks: other numbers are refused as lengths that differ.
+            rows = entry.part(
+                entry.batch(2 * len(context.case.local_rows)), 2 * context.rank, 2 * context.rank + 2
+            )
+            try:
+                compiled(**rows)
+                said = ""
+            except RanncError as error:
+                said = f"{type(error).__name__}: {error}"
+            wanted = "UnclearBatchDimError" in said and "'batch_dim': 1" in said and "'batch_dim': 0" in said
+            context.findings.that(wanted, f"{name} without the option: {said or 'taken'}")
     return {}
 
 

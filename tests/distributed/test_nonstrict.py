@@ -14,6 +14,7 @@ CASES = on_plans(
         *(("models", "1,1"), ("models", "2"), ("models", "1,2,1"), ("changes", "1,1"), ("refusals", "1,1")),
         *(("kept", "1,1"), ("kept", "2"), ("kept", "1,1,1,1")),
         *(("writing", "1,1"), ("writing", "2"), ("writing", "1,1,1,1")),
+        *(("dims", "1,1"), ("dims", "2"), ("dims", "1,2,1")),
     ],
     limit_seconds=180.0,
 )
@@ -24,7 +25,16 @@ CASES = on_plans(
     cases(
         CASES,
         "nonstrict",
-        ("models-2", "models-1,2,1", "kept-2", "kept-1,1,1,1", "writing-2", "writing-1,1,1,1"),
+        (
+            "models-2",
+            "models-1,2,1",
+            "kept-2",
+            "kept-1,1,1,1",
+            "writing-2",
+            "writing-1,1,1,1",
+            "dims-2",
+            "dims-1,2,1",
+        ),
     ),
 )
 def test_nonstrict(case: Case, outcome_of: OutcomeOf) -> None:

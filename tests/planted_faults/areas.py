@@ -166,12 +166,12 @@ AREAS = (
         files={
             "capture/nonstrict/watch.py": 3,
             "capture/nonstrict/guards.py": 3,
-            "capture/nonstrict/captures.py": 2,
-            "capture/nonstrict/arguments.py": 2,
+            "capture/nonstrict/captures.py": 6,
+            "capture/nonstrict/arguments.py": 6,
             "capture/nonstrict/trace.py": 2,
             "capture/nonstrict/reachable.py": 1,
         },
-        tests=unit("capture/nonstrict/captures"),
+        tests=unit("capture/nonstrict/captures", "capture/nonstrict/batch_dims"),
     ),
     Area(
         name="kept modules",

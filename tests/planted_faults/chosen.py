@@ -11,6 +11,7 @@ from tests.planted_faults.chosen_autodist import CHOSEN_AUTODIST
 from tests.planted_faults.chosen_capture import CHOSEN_CAPTURE
 from tests.planted_faults.chosen_changing import CHOSEN_CHANGING
 from tests.planted_faults.chosen_compilers import CHOSEN_COMPILERS
+from tests.planted_faults.chosen_dims import CHOSEN_DIMS
 from tests.planted_faults.chosen_ecosystem import CHOSEN_ECOSYSTEM
 from tests.planted_faults.chosen_epl import CHOSEN_EPL
 from tests.planted_faults.chosen_gathered import CHOSEN_GATHERED
@@ -32,6 +33,7 @@ _GRAPH = "runtime/step/graph_runtime.py"
 CHOSEN: tuple[Fault, ...] = (
     CHOSEN_AROUND
     + CHOSEN_COMPILERS
+    + CHOSEN_DIMS
     + CHOSEN_GATHERED
     + CHOSEN_LANES
     + CHOSEN_LIGHTNING

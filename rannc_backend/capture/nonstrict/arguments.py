@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import sympy
@@ -28,7 +28,7 @@ from rannc_backend.capture.inputs import (
     TensorInput,
     UserTensor,
 )
-from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.errors import UnsupportedModelError, UserInputError
 
 _MAX_TRIED = 4096
 
@@ -94,21 +94,86 @@ class AttributePlace(Place):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchDims:
+    """The dimension of samples of each input: that of `by_input`, else `otherwise`; of inputs that have fewer
+    dimensions, their last one. An input that is a container has the name of all that is in it.
+    """
+
+    otherwise: int = 0
+    by_input: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_option(cls, dims: Mapping[str, int]) -> BatchDims:
+        """Of `Config.batch_dims`."""
+        by_input = {name: dim for name, dim in dims.items() if name}
+        return cls(otherwise=dims.get("", 0), by_input=by_input)
+
+    def of(self, label: str, tensor: torch.Tensor) -> int:
+        """Of one input. Raises UserInputError where it is named and has not so many dimensions."""
+        named = [name for name in self.by_input if label == name or label.startswith(f"{name}_")]
+        if not named:
+            return min(self.otherwise, max(tensor.dim() - 1, 0))
+        dim = self.by_input[max(named, key=len)]
+        if dim >= max(tensor.dim(), 1):
+            raise UserInputError(
+                f"option batch_dim says {dim} of the input {label} {list(tensor.shape)}, which has {tensor.dim()} "
+                "dimensions",
+                cure="give the number of the dimension that counts the samples; the first one is 0.",
+            )
+        return dim
+
+    def check_names(self, labels: Sequence[str], model: str) -> None:
+        """Raises UserInputError where an input is named that the call of a model does not have."""
+        for name in self.by_input:
+            if not any(label == name or label.startswith(f"{name}_") for label in labels):
+                raise UserInputError(
+                    f"option batch_dim names {name}, and the inputs of {model} are {', '.join(labels)}",
+                    cure="name inputs as they are passed.",
+                )
+
+
+FIRST = BatchDims()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """See the module docstring. `leaves` are the flat arguments, with the index of its tensor in `tensors`
-    for each tensor.
+    for each tensor. The dimension of samples of tensor i of the user, `given[i]`, is `dims[i]`, and the first one of
+    `tensors[i]`.
     """
 
     leaves: tuple[Any, ...]
     structure: pytree.TreeSpec
+    given: tuple[torch.Tensor, ...]
     tensors: tuple[torch.Tensor, ...]
+    dims: tuple[int, ...]
     index_of_leaf: Mapping[int, int]
     labels: tuple[str, ...]  # of the tensors: how the user calls them
 
-    def rebuilt(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with other tensors in the places of its own."""
+    def moved(self, dims: Sequence[int]) -> Call:
+        """The same call with other dimensions of samples; itself where its tensors do not have these."""
+        if tuple(dims) == self.dims or len(dims) != len(self.given):
+            return self
+        if any(dim and dim >= tensor.dim() for dim, tensor in zip(dims, self.given, strict=True)):
+            return self
+        return replace(self, dims=tuple(dims), tensors=_with_samples_first(self.given, dims))
+
+    def dim_of_tensor(self, index: int, dim: int) -> int:
+        """Where a dimension of a tensor of the user is in `tensors`."""
+        return 0 if dim == self.dims[index] else dim + (dim < self.dims[index])
+
+    def as_given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors in the places of `tensors` as the user would give them."""
+        # Contiguous, as users' tensors mostly are: code may take a view of them.
+        return [
+            tensor.movedim(0, dim).contiguous() if dim else tensor
+            for tensor, dim in zip(tensors, self.dims, strict=True)
+        ]
+
+    def rebuilt(self, given: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with other tensors in the places of those of the user."""
         leaves = [
-            tensors[self.index_of_leaf[position]] if position in self.index_of_leaf else leaf
+            given[self.index_of_leaf[position]] if position in self.index_of_leaf else leaf
             for position, leaf in enumerate(self.leaves)
         ]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
@@ -121,10 +186,18 @@ class Call:
         }
 
 
-def call_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+def _with_samples_first(tensors: Sequence[torch.Tensor], dims: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    pairs = zip(tensors, dims, strict=True)
+    return tuple(tensor.movedim(dim, 0) if dim else tensor for tensor, dim in pairs)
+
+
+def call_of(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch_dims: BatchDims = FIRST
+) -> Call:
     """Flatten the arguments. A tensor that is passed twice is one input.
 
     Raises:
+        UserInputError: for inputs that do not have the dimensions of `batch_dims`.
         UnsupportedModelError: for tensors that are not plain, and objects that hold tensors and are no
             container that torch knows.
     """
@@ -144,10 +217,15 @@ def call_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             order[id(leaf)] = len(labels)
             labels.append(_label(path, names))
         index_of_leaf[position] = order[id(leaf)]
+    batch_dims.check_names(labels, type(module).__name__)
+    given = tuple(tensors.values())
+    dims = tuple(batch_dims.of(label, tensor) for label, tensor in zip(labels, given, strict=True))
     return Call(
         leaves=tuple(leaf for _, leaf in pairs),
         structure=structure,
-        tensors=tuple(tensors.values()),
+        given=given,
+        tensors=_with_samples_first(given, dims),
+        dims=dims,
         index_of_leaf=index_of_leaf,
         labels=tuple(labels),
     )

@@ -8,25 +8,44 @@ changes something each time is refused, and what it has changed put back.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.fx.experimental._config as symbolic_config
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from rannc_backend.capture.analysis import keeps_rows_apart, mixed_batch_error
 from rannc_backend.capture.graph import lengths_hold
-from rannc_backend.capture.nonstrict.arguments import ALONE, Call, Place, Ranks
+from rannc_backend.capture.inputs import TensorInput
+from rannc_backend.capture.nonstrict.arguments import (
+    ALONE,
+    Call,
+    Place,
+    Ranks,
+    call_of,
+    inputs_of,
+    places_of,
+)
 from rannc_backend.capture.nonstrict.guards import Change, Guards
+from rannc_backend.capture.nonstrict.kept_modules import WHOLE_MODEL, KeptModules
 from rannc_backend.capture.nonstrict.read_values import ReadValue
-from rannc_backend.capture.nonstrict.reads import Unknown
-from rannc_backend.capture.nonstrict.trace import Changing, Recorded, record
-from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.capture.nonstrict.reads import Reads, Unknown
+from rannc_backend.capture.nonstrict.trace import PROBED_ROWS, Changing, Recorded, record, run_on_fakes
+from rannc_backend.errors import ModelError, RanncError, UnclearBatchDimError, UnsupportedModelError
 from rannc_backend.ir.graph_input import BatchInput
+from rannc_backend.passes.batch.operator_call import ADVICE
+from rannc_backend.passes.pipeline import PassError
+from rannc_backend.passes.plain_numbers import new_size
 
 logger = logging.getLogger(__name__)
+
+_MAX_CHOICES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +88,15 @@ class Capture:
     signature: Signature
     kept: tuple[tuple[Any, ...], ...]  # of the tensors of the module: see `_kept`
     batch: frozenset[int]  # among the tensors of the call
+    dims: tuple[int, ...]  # of samples, of these tensors
+
+    def seen(self, call: Call) -> Call:
+        """A call with samples along the dimensions of this capture."""
+        return call.moved(self.dims)
 
     def serves(self, call: Call) -> str:
         """Why it does not serve a call; "" if it does."""
+        call = self.seen(call)
         if Signature.of(call, self.batch, self._length_places) != self.signature:
             return "other arguments"
         if not self._has_lengths(call):
@@ -100,7 +125,7 @@ class Capture:
 
     def tensors(self, call: Call) -> list[torch.Tensor]:
         """The inputs of the graph for a call, by their positions."""
-        return [*(place.tensor() for place in self.recorded.places), *call.tensors]
+        return [*(place.tensor() for place in self.recorded.places), *self.seen(call).tensors]
 
 
 def capture_call(
@@ -113,10 +138,95 @@ def capture_call(
 ) -> Capture:
     """Capture a call. Collective as `record` is; ``changing`` and ``all_rows`` as there.
 
+    Where it fails, inputs whose dimension 1 is as long as dimension 0 of others, whatever that is (hidden states
+    [layers, batch, width] of recurrent layers), have their samples there.
+
     Raises:
         UnsupportedModelError: the forward changes something beside its tensors; or, as the errors of
             `record`.
     """
+    refusal: Exception
+    capture = None
+    try:
+        capture = _captured(module, call, ranks, changing, all_rows)
+        if WHOLE_MODEL not in capture.recorded.kept_modules:
+            return capture
+    except RanncError as error:
+        if not isinstance(error, ModelError):
+            raise
+        refusal = error
+    except Exception as error:  # noqa: BLE001 - torch's own: a layer has found a size that is none of a hidden state
+        refusal = error
+    dims = call.dims if any(call.dims) else _tied_dims(module, call, ranks)
+    if dims != call.dims:
+        other = call.moved(dims)
+        places = {(index, other.dim_of_tensor(index, dim)) for index, dim in changing}
+        try:
+            return _captured(module, other, ranks, {place for place in places if place[1] > 0}, all_rows)
+        except ModelError as error:
+            logger.debug("samples along the dimensions %s of the inputs: %s", dims, error)
+    if capture is None:
+        raise refusal
+    return capture
+
+
+def _tied_dims(module: nn.Module, call: Call, ranks: Ranks) -> tuple[int, ...]:
+    """The dimensions of samples, where the forward asks for dimension 1 of inputs to be as long as dimension 0 of others,
+    and that may be any number: dimension 1 of these. Else those of the call.
+    """
+    inputs = inputs_of(places_of(module), call)
+    own = len(inputs) - len(call.tensors)
+    sizes = {
+        (own + index, dim): int(size)
+        for index, tensor in enumerate(call.tensors)
+        for dim, size in enumerate(tensor.shape[:2])
+        if size > 0
+    }
+    ones = [place for place, size in sizes.items() if size == 1]
+    tries = [{place: size for place, size in sizes.items() if size > 1}]
+    # Of one sample: which of the sizes of 1 are that is not known, but it is one of each input.
+    by_input = [
+        [place for place in ones if place[0] == position] for position in sorted({at for at, _ in ones})
+    ]
+    chosen = itertools.islice(itertools.product(*by_input), _MAX_CHOICES) if by_input else iter(())
+    tries += [dict.fromkeys(places, PROBED_ROWS) for places in chosen]
+    for tried in tries:
+        tied = _tied_to_first(module, call, inputs, ranks, tried)
+        if tied:
+            return tuple(int(own + index in tied) for index in range(len(call.tensors)))
+    return call.dims
+
+
+def _tied_to_first(
+    module: nn.Module,
+    call: Call,
+    inputs: Sequence[TensorInput],
+    ranks: Ranks,
+    hints: Mapping[tuple[int, int], int],
+) -> list[int]:
+    """The positions of inputs whose dimension 1 must be as long as dimension 0 of others, if that may be any number.
+
+    ``hints``: by position and dimension, sizes of the run that may be other ones.
+    """
+    shape_env = ShapeEnv(duck_shape=False)
+    with symbolic_config.patch(backed_size_oblivious=True, use_duck_shape=False):  # type: ignore[attr-defined]
+        sizes = {
+            (position, dim): new_size(shape_env, f"size_{position}_{dim}", hint)
+            for (position, dim), hint in hints.items()
+        }
+        try:
+            run_on_fakes(module, inputs, call, ranks, Reads(), KeptModules(module), shape_env, sizes)
+        except Exception as error:  # noqa: BLE001 - whatever a forward raises: its dimensions stay unknown
+            logger.debug("sizes of the inputs are not known to be tied: %s", error)
+            return []
+    found = {place: shape_env.replace(size.node.expr) for place, size in sizes.items()}
+    first = {size for (_, dim), size in found.items() if dim == 0 and size.is_Symbol}
+    tied = [[at for (at, dim), other in found.items() if dim == 1 and other == size] for size in first]
+    several = [positions for positions in tied if positions]
+    return several[0] if len(several) == 1 else []
+
+
+def _captured(module: nn.Module, call: Call, ranks: Ranks, changing: Changing, all_rows: bool) -> Capture:
     undone: list[Change] = []
     for _ in range(2):
         guards = Guards.of(module)
@@ -168,6 +278,7 @@ def _capture(recorded: Recorded, guards: Guards, call: Call) -> Capture:
         signature=Signature.of(call, batch, {(at - own, dim) for at, dim in recorded.lengths.sizes}),
         kept=_kept(recorded.places),
         batch=batch,
+        dims=call.dims,
     )
 
 
@@ -208,6 +319,46 @@ def _other_path(capture: Capture, call: Call, ranks: Ranks, known: dict[str, Any
         if answer != decision.answer:
             return f"a value is {answer} at {decision.location}"
     return ""
+
+
+def refuse_other_dim(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: Ranks, error: PassError
+) -> None:
+    """For a call whose samples meet along the first dimension of its inputs: if nothing meets along the second, that
+    could be the one of the samples (`batch_first=False`), and ranks would put pieces of sequences together.
+
+    ``ranks``: what does not ask other ranks. ``error``: says what meets.
+
+    Raises:
+        UnclearBatchDimError: if so.
+    """
+    call = call_of(module, args, kwargs)
+    other = call.moved([min(1, max(tensor.dim() - 1, 0)) for tensor in call.given])
+    guards = Guards.of(module)
+    undo = functools.partial(_undo_all, guards)
+    try:
+        recorded = record(module, other, ranks, undo)
+    except Exception as failure:  # noqa: BLE001 - whatever a forward raises: no other dimension is that of samples
+        logger.debug("samples along the second dimension of the inputs: %s", failure)
+        return
+    finally:
+        undo()
+    own, inputs = len(recorded.places), recorded.captured.inputs
+    found = [item.position - own for item in inputs if isinstance(item, BatchInput)]
+    moved = [index for index in found if other.dims[index]]
+    # What happens in modules that run as written is not known.
+    as_written = bool(recorded.kept_modules)
+    if as_written:
+        is_second = any(getattr(part, "batch_first", None) is False for part in module.modules())
+    else:
+        is_second = keeps_rows_apart(recorded.captured)
+    if not moved or not is_second:
+        return
+    shapes = ", ".join(f"{call.labels[index]} {list(call.given[index].shape)}" for index in moved)
+    reason = error.reason.replace(ADVICE, "").strip(". ")
+    raise UnclearBatchDimError(
+        reason, inputs=shapes, as_written=as_written, location=mixed_batch_error(error).location
+    )
 
 
 def _holds_tensor(value: object) -> bool:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from rannc_backend.capture.errors import graph_break_error
 from rannc_backend.capture.first_trace import begin_symbolically
 from rannc_backend.capture.graph import CapturedGraph, capture_or_restart, skip_library_loggers
-from rannc_backend.capture.nonstrict.arguments import Ranks, call_of
+from rannc_backend.capture.nonstrict.arguments import FIRST, BatchDims, Ranks, call_of
 from rannc_backend.capture.nonstrict.captures import capture_call
 from rannc_backend.errors import RanncError, UnsupportedModelError, user_location
 
@@ -41,7 +41,12 @@ class _CalledOff(BaseException):
 
 
 def capture_model(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, device: torch.device | None = None
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    device: torch.device | None = None,
+    batch_dims: BatchDims = FIRST,
 ) -> CapturedGraph:
     """The graph of ``model(*args, **kwargs)`` with gradients enabled, as if all of it were on ``device``
     (None: where it is). Inputs are in the order of their use, so that it is the graph of the model's calls, whichever
@@ -56,12 +61,15 @@ def capture_model(
     try:
         # A forward that prints would print fakes.
         with torch.enable_grad(), contextlib.redirect_stdout(io.StringIO()):
-            captured = capture_call(model, call_of(model, args, kwargs), ranks).recorded.captured
+            call = call_of(model, args, kwargs, batch_dims)
+            captured = capture_call(model, call, ranks).recorded.captured
         if captured.num_user_outputs:
             return captured
     except Exception as error:
         # Whatever it is, Dynamo's capture says it with the user's line.
         logger.debug("the forward is not captured by a run of it: %s", error)
+        if batch_dims != FIRST:
+            raise
     return _by_dynamo(model, args, kwargs, device)
 
 

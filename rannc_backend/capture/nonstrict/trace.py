@@ -61,7 +61,7 @@ from rannc_backend.passes.plain_numbers import (
 
 logger = logging.getLogger(__name__)
 
-_PROBED_ROWS = 53
+PROBED_ROWS = 53
 _MAX_TRACES = 6
 
 
@@ -92,7 +92,7 @@ class Recorded:
 
     def result(self, outputs: Sequence[Any], call: Call) -> Any:
         """What the forward gives for a call, with these tensors."""
-        known = dict(self.constants) | {position: call.tensors[index] for position, index in self.passed}
+        known = dict(self.constants) | {position: call.given[index] for position, index in self.passed}
         remaining = iter(outputs)
 
         def leaf(position: int) -> Any:
@@ -311,7 +311,8 @@ class _Run:
 
     def forward(self, tensors: tuple[torch.Tensor, ...], rows: RowsSymbol) -> tuple[Any, ...]:
         """Gives the tensors among the outputs."""
-        others, (args, kwargs) = _apart(self._inputs, self._call, tensors)
+        others, given = _apart(self._inputs, self._call, tensors)
+        args, kwargs = self._call.rebuilt(given)
         watch = Watch(rows, self._reads, self._kept)
         self._reads.begin(functools.partial(self._read, rows.symbol), watch.note_place)
         self._kept.begin(BatchSize(rows.symbol, self._local_rows, self._all_rows))
@@ -326,7 +327,7 @@ class _Run:
             leaves, self.structure = taken_apart(result)
             write_back(swap.replaced(), leaves)
         self.size_tests = watch.size_tests()
-        found = sorted_leaves(leaves, tensors[len(others) :], watch.packed.holds)
+        found = sorted_leaves(leaves, given, watch.packed.holds)
         self.constants, self.passed, self.numbers = found.constants, found.passed, found.numbers
         return found.outputs
 
@@ -371,11 +372,11 @@ def _rannc_forward(kept: KeptModules, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _apart(
     inputs: Sequence[TensorInput], call: Call, tensors: Sequence[torch.Tensor]
-) -> tuple[dict[int, torch.Tensor], tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Of tensors in the places of `inputs`: those of the module, by the id of its own, and the arguments."""
+) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
+    """Of tensors in the places of `inputs`: those of the module, by the id of its own, and the user's."""
     own = len(inputs) - len(call.tensors)
     others = {id(item.tensor): tensor for item, tensor in zip(inputs[:own], tensors[:own], strict=True)}
-    return others, call.rebuilt(tensors[own:])
+    return others, call.as_given(tensors[own:])
 
 
 def _batch_guess(inputs: Sequence[TensorInput]) -> frozenset[int]:
@@ -410,7 +411,7 @@ def _batch_positions(
         positions = [item.position for item in inputs if id(item.tensor) in known]
         if positions and not found:
             found = _probe(
-                module, inputs, call, positions, ranks, reads, kept, _PROBED_ROWS if single else None
+                module, inputs, call, positions, ranks, reads, kept, PROBED_ROWS if single else None
             )
     if not found:
         raise _no_batch(inputs)
@@ -437,7 +438,16 @@ def _probe(
             for item in inputs
             if item.position in candidates
         }
-        _run_on_fakes(module, inputs, call, ranks, reads, kept, shape_env, sizes)
+        run_on_fakes(
+            module,
+            inputs,
+            call,
+            ranks,
+            reads,
+            kept,
+            shape_env,
+            {(position, 0): size for position, size in sizes.items()},
+        )
     left = {position: shape_env.replace(size.node.expr) for position, size in sizes.items()}
     left = {position: expression for position, expression in left.items() if not expression.is_number}
     return batch_of_one_size(inputs, left, shape_env) if left else frozenset()
@@ -447,12 +457,11 @@ def _without_graph(module: nn.Module, call: Call, ranks: Ranks, kept: KeptModule
     """Run the forward for how it ends: with a plain number for the batch size, which takes a tenth of the time."""
     inputs = inputs_of(places_of(module), call)
     rows = prime_apart_from({size for item in inputs for size in item.tensor.shape})
-    _run_on_fakes(
-        module, inputs, call, ranks, reads, kept, ShapeEnv(), dict.fromkeys(_batch_guess(inputs), rows)
-    )
+    sizes = {(position, 0): rows for position in _batch_guess(inputs)}
+    run_on_fakes(module, inputs, call, ranks, reads, kept, ShapeEnv(), sizes)
 
 
-def _run_on_fakes(
+def run_on_fakes(
     module: nn.Module,
     inputs: Sequence[TensorInput],
     call: Call,
@@ -460,9 +469,9 @@ def _run_on_fakes(
     reads: Reads,
     kept: KeptModules,
     shape_env: ShapeEnv,
-    rows: Mapping[int, Any],
+    sizes: Mapping[tuple[int, int], Any],
 ) -> None:
-    """Run the forward, of which no graph is made; ``rows``: sizes of dimension 0 of inputs, by position."""
+    """Run the forward, of which no graph is made; ``sizes``: other ones, by the position of an input and dimension."""
     fakes = []
     with FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True):
         for item in inputs:
@@ -470,13 +479,15 @@ def _run_on_fakes(
                 "dtype": item.tensor.dtype,
                 "device": ranks.device or item.tensor.device,
             }
-            if item.position in rows:
-                fake = torch.empty([rows[item.position], *item.tensor.shape[1:]], **options)
+            if any(position == item.position for position, _ in sizes):
+                shape = [sizes.get((item.position, dim), size) for dim, size in enumerate(item.tensor.shape)]
+                fake = torch.empty(shape, **options)
             else:
                 strides = ranks.strides_of(item.tensor)
                 fake = torch.empty_strided(list(item.tensor.shape), strides, **options)
             fakes.append(fake.requires_grad_(item.tensor.requires_grad))
-        others, (args, kwargs) = _apart(inputs, call, fakes)
+        others, given = _apart(inputs, call, fakes)
+        args, kwargs = call.rebuilt(given)
         never = RowsSymbol(symbol=sympy.Dummy("none"), shape_env=shape_env)
         watch = Watch(never, reads, kept)
         reads.begin(noted=watch.note_place)

@@ -20,7 +20,8 @@ from rannc_backend.runtime.step.versions import VersionCheck
 LENGTHS_CURE = (
     "pad all ranks' batches to one length in the collator (transformers: DataCollatorWithPadding with "
     "padding='max_length' or pad_to_multiple_of), or let this backend do it: "
-    "options={'pad_inputs': {'input_ids': 0, 'attention_mask': 0, 'labels': -100}}."
+    "options={'pad_inputs': {'input_ids': 0, 'attention_mask': 0, 'labels': -100}}; where another dimension than the "
+    "first counts the samples, set the option batch_dim."
 )
 
 

@@ -85,6 +85,7 @@ OTHER_VALUES = {
     "schedule": ("fill_drain", "fill_drain"),
     "outputs": ("loss", "loss"),
     "gather_inputs": (False, "0"),
+    "batch_dim": ("x=1,hidden=0", "x=1,hidden=0"),
     "pad_inputs": ("ids=0,labels=-100", "ids=0,labels=-100"),
     "gradients_reduce_method": ("sum", "sum"),
     "gradient_accumulation_dtype": ("float32", "float32"),
