@@ -27,7 +27,7 @@ pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-
 if ! "$venv/bin/python" -c 'import torch' >/dev/null 2>&1; then
     if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
         echo "Installing torch for the NVIDIA GPU that is here"
-        "${pip[@]}" "${TORCH:-torch>=2.11,<2.15}"
+        "${pip[@]}" "${TORCH:-torch>=2.11,<2.16}"
     else
         echo "Installing torch for CPUs (the CPU build, where your package index has one)"
         if [ -n "${TORCH:-}" ]; then
@@ -40,7 +40,7 @@ fi
 
 # The Triton that belongs to this torch, where torch has brought none: a newer one may lack what Inductor imports.
 if ! "$venv/bin/python" -c 'import triton' >/dev/null 2>&1; then
-    "${pip[@]}" "$("$venv/bin/python" -c 'import torch; print("triton==3.8.*" if torch.torch_version.TorchVersion(torch.__version__) >= "2.14" else "triton==3.7.*")')"
+    "${pip[@]}" "$("$venv/bin/python" -c 'import torch; print("triton==3." + str(7 + max(0, int(torch.__version__.split(".")[1]) - 13)) + ".*")')"
 fi
 
 echo "Installing rannc-backend and what its tests and examples need"

@@ -11,7 +11,7 @@ import re
 from rannc_backend.errors import LaunchError
 
 OLDEST = (2, 11)
-NEWEST = (2, 14)
+NEWEST = (2, 15)
 
 
 def is_older(version: str, than: tuple[int, int]) -> bool:

@@ -13,7 +13,7 @@ from rannc_backend.settings.torch_version import refuse_old_torch
 
 @pytest.mark.parametrize("version", ["1.12.1", "2.10.0+cpu"])
 def test_old(version: str) -> None:
-    with pytest.raises(LaunchError, match=rf"torch {version[:4]}.*too old(.|\n)*2\.11 to 2\.14"):
+    with pytest.raises(LaunchError, match=rf"torch {version[:4]}.*too old(.|\n)*2\.11 to 2\.15"):
         refuse_old_torch(version)
 
 
@@ -29,8 +29,8 @@ def test_newer_gets_one_line(caplog: pytest.LogCaptureFixture, monkeypatch: pyte
     monkeypatch.setattr(logging.getLogger("rannc_backend.log.startup"), "filters", [])
     monkeypatch.setattr(logging.getLogger("rannc_backend"), "propagate", True)
     with caplog.at_level(logging.WARNING):
-        mention_untried_torch("2.15.0")
-        mention_untried_torch("2.15.0")
+        mention_untried_torch("2.16.0")
+        mention_untried_torch("2.16.0")
     assert [record.getMessage().split(";")[0] for record in caplog.records] == [
-        "torch 2.15.0 is newer than this backend has been tried on (2.11 to 2.14)"
+        "torch 2.16.0 is newer than this backend has been tried on (2.11 to 2.15)"
     ]
