@@ -36,14 +36,16 @@ class PassError(Exception):
     """A graph cannot be transformed without changing what it computes.
 
     `node` is where it was seen (None when no single node is to blame), `reason` one sentence for the user
-    that names the operator. The caller adds the user's source line from `node.meta["stack_trace"]`.
+    that names the operator. The caller adds the user's source line from `node.meta["stack_trace"]`. `is_known`:
+    whether the operator would change it, and it is not merely unknown what the operator does.
     """
 
-    def __init__(self, node: fx.Node | None, reason: str) -> None:
+    def __init__(self, node: fx.Node | None, reason: str, *, is_known: bool = True) -> None:
         where = "" if node is None else f"{node.format_node()}: "
         super().__init__(f"{where}{reason}")
         self.node = node
         self.reason = reason
+        self.is_known = is_known
 
 
 class Graphs(Protocol):

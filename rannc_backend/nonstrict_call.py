@@ -18,6 +18,7 @@ from torch import nn
 
 from rannc_backend.capture.dynamo import marked_sizes
 from rannc_backend.capture.first_trace import SeenSizes
+from rannc_backend.capture.graph import CapturedGraph
 from rannc_backend.capture.nonstrict.arguments import BatchDims, Call, Ranks, call_of
 from rannc_backend.capture.nonstrict.captures import Capture, find_capture, refuse_other_dim
 from rannc_backend.capture.nonstrict.kept_modules import WHOLE_MODEL
@@ -173,15 +174,17 @@ class NonstrictCalls:
             )
 
 
-def batch_dim_check(config: Config, num_ranks: int, module: nn.Module) -> Callable[[PassError], None]:
+def batch_dim_check(config: Config, num_ranks: int, captured: CapturedGraph) -> Callable[[PassError], None]:
     """What to ask of the call under way where its samples meet, as `refuse_other_dim` does: with option batch_dim, or
     with one rank, nothing.
     """
     args, kwargs = arguments_of_call()
-    if num_ranks == 1 or config.batch_dim or not config.gather_inputs or not (args or kwargs):
+    is_asked = num_ranks > 1 and config.gather_inputs and not config.batch_dim
+    # With sizes that are numbers it is captured once more.
+    if not is_asked or captured.fixed_inputs or not (args or kwargs):
         return lambda error: None
     ranks = Ranks(strides_of=strides_of, is_absent=is_absent)
-    return functools.partial(refuse_other_dim, module, args, kwargs, ranks)
+    return functools.partial(refuse_other_dim, captured, args, kwargs, ranks)
 
 
 def ranks_of_job(config: Config, device: torch.device | None = None) -> Ranks:

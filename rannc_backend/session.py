@@ -269,7 +269,7 @@ class Session:
                 whole_batch=self.config.whole_batch,
                 batch_norm=self.config.batch_norm,
                 choices=self.follows_choices,
-                where_rows_meet=batch_dim_check(self.config, self.world.size, captured.root_module),
+                where_rows_meet=batch_dim_check(self.config, self.world.size, captured),
             )
             details.append(f"{len(analysis.split.rowwise.graph.nodes)} nodes in stages")
         return analysis

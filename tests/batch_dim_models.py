@@ -57,6 +57,21 @@ class TransformerModel(nn.Module):
         return F.cross_entropy(self.decoder(self.encoder(hidden, mask)).view(-1, TOKENS), targets.reshape(-1))
 
 
+class MaskedModel(nn.Module):
+    """An encoder of [length, batch, width] with a mask of padding, which is [batch, length]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, 0.0)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        hidden = self.encoder(x, src_key_padding_mask=padding)
+        kept = ~padding.t().unsqueeze(-1)
+        return (self.head(hidden) * kept).pow(2).sum() / kept.sum()
+
+
 class FromHidden(nn.Module):
     """Samples first, and a hidden state [layers, batch, width]."""
 
@@ -152,6 +167,15 @@ MODELS = {
         option="ids=1,targets=1,hidden=1",
     ),
     "transformer": Entry(make=TransformerModel, inputs=_ids, dims={"ids": 1, "targets": 1}, option="1"),
+    "masked": Entry(
+        make=MaskedModel,
+        inputs=lambda rows: {
+            "x": _floats(LENGTH, rows, WIDTH),
+            "padding": torch.arange(LENGTH) >= torch.randint(2, LENGTH + 1, (rows, 1)),
+        },
+        dims={"x": 1},
+        option="1",
+    ),
     "hidden": Entry(
         make=FromHidden,
         inputs=lambda rows: {

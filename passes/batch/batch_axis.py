@@ -335,7 +335,9 @@ class _Analysis:
         if not isinstance(node.target, torch._ops.OpOverload):
             more = _NO_WRITING if str(node.target).startswith("auto_functionalized") else ""
             raise PassError(
-                node, f"unknown operator {operator_name(node.target)} on rows of the batch. {more}{ADVICE}"
+                node,
+                f"unknown operator {operator_name(node.target)} on rows of the batch. {more}{ADVICE}",
+                is_known=False,
             )
         call = Call.of(node, self.symbol, Early(self.layouts))
         name = call.name.removeprefix("aten.")
@@ -357,6 +359,7 @@ class _Analysis:
                 node,
                 f"{code.runs_whole} runs as written, since its code decides by values or by its batch size, and its class is not "
                 "declared with rannc_backend.row_wise",
+                is_known=False,
             )
         rule = self._rule(node, name)
         layout: Layout | None
@@ -403,6 +406,7 @@ class _Analysis:
                 node,
                 f"unknown operator {name} on rows of the batch: no rule says what it does with them. "
                 f"{tag}{ADVICE}",
+                is_known=False,
             )
         results = self._inside(node, inner, Early(self.layouts))
         if any(isinstance(result, (PartialSum, Reduced)) for result in results):

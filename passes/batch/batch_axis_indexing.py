@@ -163,7 +163,7 @@ def _chosen(call: Call) -> Layout:
     number = rows_multiple(call.value.shape[0], call.symbol)
     layout = None if mask is None else call.rows(mask)
     if mask is None or layout is None or not isinstance(number, sympy.Symbol):
-        call.refuse("makes a value whose size depends on data")
+        call.refuse("makes a value whose size depends on data", is_known=False)
     rows_of_mask(call, layout, call.rows(call["self"]))
     return Ordered(0, Choice(mask, 1, number, rising=False))
 
@@ -197,7 +197,7 @@ def index_put(call: Call) -> Layout:
 def _masked_put(call: Call, indices: list[fx.Node | None], values: fx.Node, target: Rows) -> Layout:
     """self[mask] = scalar, the mask covering dimensions of self from its place on."""
     if len([item for item in indices if item is not None]) != 1 or values.meta["val"].numel() != 1:
-        call.refuse("writes a number of elements that depends on data")
+        call.refuse("writes a number of elements that depends on data", is_known=False)
     place, mask = next((place, item) for place, item in enumerate(indices) if item is not None)
     layout = call.rows(mask)
     if layout is not None:

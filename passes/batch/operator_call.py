@@ -183,8 +183,8 @@ class Call:
         """A dimension argument, counted from 0."""
         return wrap_dim(self[name], ndim)
 
-    def refuse(self, reason: str) -> NoReturn:
-        raise PassError(self.node, f"operator {self.name} {reason}. {ADVICE}")
+    def refuse(self, reason: str, *, is_known: bool = True) -> NoReturn:
+        raise PassError(self.node, f"operator {self.name} {reason}. {ADVICE}", is_known=is_known)
 
     def refuse_mixing(self, what: str) -> NoReturn:
         self.refuse(f"mixes rows of the batch ({what})")

@@ -194,7 +194,8 @@ def _analyzed(
             raise mixed_batch_error(error) from error
         if _is_split_by(captured, trained, choices=choices):
             raise UnsupportedModelError(f"rows are not known to be apart at every length: {error}") from error
-        where_rows_meet(error)
+        if choices or not keeps_rows_apart(captured):
+            where_rows_meet(error)
         try:
             split = _split(captured, trained, together=True)
         except PassError as remaining:

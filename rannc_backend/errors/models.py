@@ -88,10 +88,10 @@ class BatchMixedError(ModelError):
 class UnclearBatchDimError(UserInputError):
     """Samples meet along the first dimension of the inputs, and nothing does along the second one, as far as is known."""
 
-    def __init__(self, reason: str, *, inputs: str, as_written: bool = False, location: str = "") -> None:
+    def __init__(self, reason: str, *, inputs: str, by_layers: bool = False, location: str = "") -> None:
         of_second = (
             f"its layers with batch_first=False take dimension 1 of {inputs} for that of samples"
-            if as_written
+            if by_layers
             else f"along dimension 1 of {inputs} nothing is mixed"
         )
         super().__init__(

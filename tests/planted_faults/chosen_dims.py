@@ -91,8 +91,8 @@ CHOSEN_DIMS: tuple[Fault, ...] = tuple(
         (
             "with-the-option-it-is-asked-again",
             "nonstrict_call.py",
-            "if num_ranks == 1 or config.batch_dim or not config.gather_inputs or not (args or kwargs):",
-            "if not config.gather_inputs:",
+            "is_asked = num_ranks > 1 and config.gather_inputs and not config.batch_dim",
+            "is_asked = config.gather_inputs",
             _TESTS,
         ),
     )

@@ -162,6 +162,12 @@ class Call:
         """Where a dimension of a tensor of the user is in `tensors`."""
         return 0 if dim == self.dims[index] else dim + (dim < self.dims[index])
 
+    def dim_of_given(self, index: int, dim: int) -> int:
+        """Where a dimension of a tensor of `tensors` is in that of the user."""
+        if dim == 0:
+            return self.dims[index]
+        return dim - (dim <= self.dims[index])
+
     def as_given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors in the places of `tensors` as the user would give them."""
         # Contiguous, as users' tensors mostly are: code may take a view of them.

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from rannc_backend.capture.analysis import keeps_rows_apart, mixed_batch_error
-from rannc_backend.capture.graph import lengths_hold
+from rannc_backend.capture.graph import CapturedGraph, lengths_hold
 from rannc_backend.capture.inputs import TensorInput
 from rannc_backend.capture.nonstrict.arguments import (
     ALONE,
@@ -33,15 +33,16 @@ from rannc_backend.capture.nonstrict.arguments import (
     places_of,
 )
 from rannc_backend.capture.nonstrict.guards import Change, Guards
-from rannc_backend.capture.nonstrict.kept_modules import WHOLE_MODEL, KeptModules
+from rannc_backend.capture.nonstrict.kept_modules import WHOLE_MODEL, KeptModules, computes_rows_apart
 from rannc_backend.capture.nonstrict.read_values import ReadValue
 from rannc_backend.capture.nonstrict.reads import Reads, Unknown
 from rannc_backend.capture.nonstrict.trace import PROBED_ROWS, Changing, Recorded, record, run_on_fakes
 from rannc_backend.errors import ModelError, RanncError, UnclearBatchDimError, UnsupportedModelError
 from rannc_backend.ir.graph_input import BatchInput
 from rannc_backend.passes.batch.operator_call import ADVICE
+from rannc_backend.passes.kept_functions import operator_code
 from rannc_backend.passes.pipeline import PassError
-from rannc_backend.passes.plain_numbers import new_size
+from rannc_backend.passes.plain_numbers import hints_in, new_size
 
 logger = logging.getLogger(__name__)
 
@@ -138,8 +139,9 @@ def capture_call(
 ) -> Capture:
     """Capture a call. Collective as `record` is; ``changing`` and ``all_rows`` as there.
 
-    Where it fails, inputs whose dimension 1 is as long as dimension 0 of others, whatever that is (hidden states
-    [layers, batch, width] of recurrent layers), have their samples there.
+    Where it fails, inputs of which another dimension is as long as that of the samples of others, whatever that is, have
+    their samples there (hidden states [layers, batch, width] beside [batch, length, width], masks [batch, length] beside
+    [length, batch, width]).
 
     Raises:
         UnsupportedModelError: the forward changes something beside its tensors; or, as the errors of
@@ -157,10 +159,12 @@ def capture_call(
         refusal = error
     except Exception as error:  # noqa: BLE001 - torch's own: a layer has found a size that is none of a hidden state
         refusal = error
-    dims = call.dims if any(call.dims) else _tied_dims(module, call, ranks)
+    dims = _tied_dims(module, call, ranks)
     if dims != call.dims:
         other = call.moved(dims)
-        places = {(index, other.dim_of_tensor(index, dim)) for index, dim in changing}
+        places = {
+            (index, other.dim_of_tensor(index, call.dim_of_given(index, dim))) for index, dim in changing
+        }
         try:
             return _captured(module, other, ranks, {place for place in places if place[1] > 0}, all_rows)
         except ModelError as error:
@@ -171,8 +175,8 @@ def capture_call(
 
 
 def _tied_dims(module: nn.Module, call: Call, ranks: Ranks) -> tuple[int, ...]:
-    """The dimensions of samples, where the forward asks for dimension 1 of inputs to be as long as dimension 0 of others,
-    and that may be any number: dimension 1 of these. Else those of the call.
+    """The dimensions of samples, where the forward asks for the second dimension of inputs to be as long as the first one
+    of others, with samples first, and that may be any number: the second of these. Else those of the call.
     """
     inputs = inputs_of(places_of(module), call)
     own = len(inputs) - len(call.tensors)
@@ -190,10 +194,15 @@ def _tied_dims(module: nn.Module, call: Call, ranks: Ranks) -> tuple[int, ...]:
     ]
     chosen = itertools.islice(itertools.product(*by_input), _MAX_CHOICES) if by_input else iter(())
     tries += [dict.fromkeys(places, PROBED_ROWS) for places in chosen]
+    guards = Guards.of(module)
     for tried in tries:
         tied = _tied_to_first(module, call, inputs, ranks, tried)
+        _undo_all(guards)
         if tied:
-            return tuple(int(own + index in tied) for index in range(len(call.tensors)))
+            return tuple(
+                call.dim_of_given(index, 1) if own + index in tied else dim
+                for index, dim in enumerate(call.dims)
+            )
     return call.dims
 
 
@@ -221,6 +230,10 @@ def _tied_to_first(
             return []
     found = {place: shape_env.replace(size.node.expr) for place, size in sizes.items()}
     first = {size for (_, dim), size in found.items() if dim == 0 and size.is_Symbol}
+    if any(call.dims):
+        # What the option says of all inputs is said of those with most dimensions: [length, batch, width].
+        most = max(tensor.dim() for tensor in call.tensors)
+        first &= {found.get((item.position, 0)) for item in inputs if item.tensor.dim() == most}
     tied = [[at for (at, dim), other in found.items() if dim == 1 and other == size] for size in first]
     several = [positions for positions in tied if positions]
     return several[0] if len(several) == 1 else []
@@ -322,16 +335,25 @@ def _other_path(capture: Capture, call: Call, ranks: Ranks, known: dict[str, Any
 
 
 def refuse_other_dim(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: Ranks, error: PassError
+    captured: CapturedGraph, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: Ranks, error: PassError
 ) -> None:
     """For a call whose samples meet along the first dimension of its inputs: if nothing meets along the second, that
     could be the one of the samples (`batch_first=False`), and ranks would put pieces of sequences together.
+
+    What a module that runs as written mixes is seen in a run of it; what another operator does that is not known, or what
+    happens in such a module along the second dimension, is taken for no mixing where layers say `batch_first=False`.
 
     ``ranks``: what does not ask other ranks. ``error``: says what meets.
 
     Raises:
         UnclearBatchDimError: if so.
     """
+    module = captured.root_module
+    node = error.node
+    is_kept = node is not None and operator_code(node.target) is not None
+    hints = hints_in(captured.fake_mode.shape_env)
+    if node is not None and is_kept and computes_rows_apart(node, captured.rows_symbol, hints):
+        return
     call = call_of(module, args, kwargs)
     other = call.moved([min(1, max(tensor.dim() - 1, 0)) for tensor in call.given])
     guards = Guards.of(module)
@@ -346,9 +368,8 @@ def refuse_other_dim(
     own, inputs = len(recorded.places), recorded.captured.inputs
     found = [item.position - own for item in inputs if isinstance(item, BatchInput)]
     moved = [index for index in found if other.dims[index]]
-    # What happens in modules that run as written is not known.
-    as_written = bool(recorded.kept_modules)
-    if as_written:
+    by_layers = bool(recorded.kept_modules) or not (error.is_known or is_kept)
+    if by_layers:
         is_second = any(getattr(part, "batch_first", None) is False for part in module.modules())
     else:
         is_second = keeps_rows_apart(recorded.captured)
@@ -357,7 +378,7 @@ def refuse_other_dim(
     shapes = ", ".join(f"{call.labels[index]} {list(call.given[index].shape)}" for index in moved)
     reason = error.reason.replace(ADVICE, "").strip(". ")
     raise UnclearBatchDimError(
-        reason, inputs=shapes, as_written=as_written, location=mixed_batch_error(error).location
+        reason, inputs=shapes, by_layers=by_layers, location=mixed_batch_error(error).location
     )
 
 

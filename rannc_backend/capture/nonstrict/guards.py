@@ -15,6 +15,7 @@ import logging
 import random
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -204,11 +205,17 @@ def _modes() -> tuple[Any, ...]:
 
 
 def _same(before: Any, now: Any) -> bool:
-    """Another object of the same plain value is no change, nor is another tensor in the place of one."""
+    """Another object of the same plain value is no change, nor is another tensor in the place of one, or a reference to
+    another tensor: recurrent layers keep a list of these, of the tensors that they have seen last.
+    """
     if before is now:
         return True
     if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
         return True
+    if isinstance(before, weakref.ref) and isinstance(now, weakref.ref):
+        return all(isinstance(each(), torch.Tensor | None) for each in (before, now))
+    if type(before) is list and type(now) is list:
+        return len(before) == len(now) and all(map(_same, before, now))
     return type(before) is type(now) and _is_plain(before) and bool(before == now)
 
 

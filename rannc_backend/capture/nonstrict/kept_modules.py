@@ -8,18 +8,30 @@ unless the class is declared row-wise: a step runs as one micro-batch on one rep
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import sympy
+import torch
+from torch import fx, nn
 
 from rannc_backend.capture.nonstrict.arguments import BatchSize
 from rannc_backend.capture.nonstrict.kept_operators import called_whole
 from rannc_backend.errors import DataDependentControlFlowError, ModelError, UnsupportedModelError
+from rannc_backend.passes.graph_queries import size_expression
+from rannc_backend.passes.kept_functions import operator_code
+from rannc_backend.passes.plain_numbers import without_modes
+
+logger = logging.getLogger(__name__)
 
 WHOLE_MODEL = "the model"  # in place of a path
 _MAX_KEPT = 8
+_HALF = 3  # rows of a made-up batch
+_MAX_MADE_UP = 1_000_000  # elements of a tensor that are each a number of its own
+_TOLERANCE = 1e-4
 
 
 class KeptModules:
@@ -145,3 +157,65 @@ class KeptModules:
 def _key(module: nn.Module) -> object:
     """All modules of a user's class are alike; those of torch's containers are not."""
     return id(module) if type(module).__module__.startswith("torch.nn") else type(module)
+
+
+def computes_rows_apart(node: fx.Node, rows: sympy.Symbol, hints: Mapping[sympy.Symbol, int]) -> bool:
+    """Whether a module that runs as written gives for two halves of a batch what it gives for the whole: their rows, or
+    the sum or mean of numbers. Seen in a run on made-up numbers, on the CPU; False where that fails.
+
+    ``node``: calls its operator; ``rows``: the batch size; ``hints``: of all sizes.
+    """
+    code = operator_code(node.target)
+    if code is None:
+        return False
+    arguments: Any = node.args
+    tensors, sizes = (
+        [item.meta["val"] if isinstance(item, fx.Node) else item for item in items] for items in arguments
+    )
+    parts = [_whole_and_halves(tensor, rows, hints, seed) for seed, tensor in enumerate(tensors)]
+    try:
+        with without_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            found = [
+                code.forward(
+                    [made[place] for made in parts], [_at(size, rows, number, hints) for size in sizes]
+                )
+                for place, number in enumerate((2 * _HALF, _HALF, _HALF))
+            ]
+    except Exception as error:  # noqa: BLE001 - whatever the user's code raises for numbers that are not the user's
+        logger.debug("a module that runs as written cannot be tried on made-up numbers: %s", error)
+        return False
+    return all(map(_is_put_together, *found))
+
+
+def _at(size: Any, rows: sympy.Symbol, num_rows: int, hints: Mapping[sympy.Symbol, int]) -> int:
+    return int(size_expression(size).xreplace({**hints, rows: sympy.Integer(num_rows)}))
+
+
+def _whole_and_halves(
+    tensor: torch.Tensor, rows: sympy.Symbol, hints: Mapping[sympy.Symbol, int], seed: int
+) -> list[torch.Tensor]:
+    """A tensor of such sizes with made-up numbers, for a small batch, and those of its halves."""
+    shape, half = ([_at(size, rows, number, hints) for size in tensor.shape] for number in (2 * _HALF, _HALF))
+    generator = torch.Generator().manual_seed(seed)
+    if math.prod(shape) > _MAX_MADE_UP:
+        made = torch.full((), 0.01 + 0.001 * seed).to(tensor.dtype).expand(shape)
+    elif tensor.is_floating_point() or tensor.is_complex():
+        made = torch.randn(shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+    else:
+        made = torch.randint(2, shape, generator=generator).to(tensor.dtype)
+    dims = [dim for dim, (one, other) in enumerate(zip(shape, half, strict=True)) if one != other]
+    if not dims:
+        return [made, made, made]
+    return [made, *(each.contiguous() for each in made.split(half[dims[0]], dims[0]))]
+
+
+def _is_put_together(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> bool:
+    dims = [
+        dim for dim, (one, other) in enumerate(zip(whole.shape, first.shape, strict=True)) if one != other
+    ]
+    eps = torch.finfo(whole.dtype).eps if whole.is_floating_point() else 0.0
+    whole, first, second = (
+        each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (whole, first, second)
+    )
+    wanted = [torch.cat([first, second], dims[0])] if dims else [(first + second) / 2, first + second]
+    return any(torch.allclose(whole, each, rtol=max(_TOLERANCE, 16 * eps), equal_nan=True) for each in wanted)

@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import tests.row_number_models as row_number_models
+from rannc_backend import nonstrict_call
 from rannc_backend.capture.analysis import analyze
 from rannc_backend.capture.nonstrict.arguments import ALONE, BatchDims, Call, call_of
 from rannc_backend.capture.nonstrict.captures import Capture, capture_call, find_capture, refuse_other_dim
@@ -27,7 +29,7 @@ from tests.batch_dim_models import LENGTH, MODELS, TOKENS, UNCLEAR, WIDTH, Entry
 from tests.default_dtype import float64
 from tests.kept_models import MODELS as KEPT
 from tests.nonstrict_models import WIDTH as KEPT_WIDTH
-from tests.nonstrict_models import graph_arguments
+from tests.nonstrict_models import ChosenByCount, graph_arguments
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +60,7 @@ def test_samples_come_first_and_go_back(data: st.DataObject) -> None:
     assert call.dims == tuple(dims)
     for index, (mine, own) in enumerate(zip(call.tensors, tensors, strict=True)):
         places = [call.dim_of_tensor(index, dim) for dim in range(own.dim())]
+        assert [call.dim_of_given(index, place) for place in places] == list(range(own.dim()))
         assert [mine.shape[place] for place in places] == list(own.shape)
         assert not own.dim() or places[dims[index]] == 0
     back = call.as_given(call.tensors)
@@ -88,7 +91,7 @@ def test_the_graph_is_the_forward_for_every_number_of_samples(name: str) -> None
     model = entry.make()
     alone = copy.deepcopy(model)  # a layer of torch's keeps what it has worked out in its first call
     capture = capture_call(model, call_with_option(entry, model, entry.batch(4)))
-    for num_rows in (2, 6):
+    for num_rows in (2, 6, 3):
         inputs = entry.batch(num_rows, 1)
         call = call_with_option(entry, model, inputs)
         assert find_capture([capture], call) is capture
@@ -142,7 +145,7 @@ def refused(model: nn.Module, inputs: dict[str, Any]) -> str:
     capture = capture_call(model, call_of(model, (), inputs))
 
     def ask(error: PassError) -> None:
-        refuse_other_dim(model, (), inputs, ALONE, error)
+        refuse_other_dim(capture.recorded.captured, (), inputs, ALONE, error)
 
     try:
         analyze(capture.recorded.captured, where_rows_meet=ask)
@@ -170,11 +173,43 @@ def test_it_is_not_asked_where_samples_are_to_meet() -> None:
     assert not refused(make(), {"x": torch.randn(4, 4, KEPT_WIDTH)})
 
 
-def test_it_is_not_asked_with_the_option_nor_in_one_process() -> None:
-    error, loop = PassError(None, "they meet"), Loop()
-    batch_dim_check(Config(), 1, loop)(error)
-    batch_dim_check(Config(batch_dim="0"), 2, loop)(error)
-    batch_dim_check(Config(gather_inputs=False), 2, loop)(error)
+@pytest.mark.parametrize("name", ["numbered", "iterated", "share"])
+def test_it_is_not_asked_where_rows_are_only_numbered(name: str) -> None:
+    """Code that loops over its rows runs as written, and mixes nothing; shares of a batch are sums of scalars."""
+    x, y = row_number_models.batch(4, 0)
+    assert not refused(row_number_models.MODELS[name](), {"x": x, "y": y})
+
+
+class Placed(nn.Module):
+    """Its code makes a number of the length, to have the places of tokens from a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(20, 1, WIDTH))
+        self.linear = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.tanh(x + self.table[: x.size(0)])).square().mean()
+
+
+def test_it_is_asked_where_rows_have_places() -> None:
+    assert "dimension 1 of x" in refused(Placed(), {"x": torch.randn(LENGTH, 3, WIDTH)})
+
+
+def test_it_is_not_asked_where_it_is_unknown_what_an_operator_does() -> None:
+    assert not refused(ChosenByCount(), {"x": torch.randn(4, 5, KEPT_WIDTH)})
+
+
+def test_it_is_not_asked_with_the_option_nor_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = MODELS["pooled"]
+    model, inputs = entry.make(), entry.batch(3)
+    captured = capture_call(model, call_of(model, (), inputs)).recorded.captured
+    error = PassError(None, "they meet")
+    monkeypatch.setattr(nonstrict_call, "arguments_of_call", lambda: ((), inputs))
+    for config, num_ranks in ((Config(), 1), (Config(batch_dim="0"), 2), (Config(gather_inputs=False), 2)):
+        batch_dim_check(config, num_ranks, captured)(error)
+    with pytest.raises(UnclearBatchDimError):
+        batch_dim_check(Config(), 2, captured)(error)
 
 
 @pytest.mark.parametrize("value", ["x", "-1", "1,2", "x=", "x=1,", 11, {"x": -1}, {"x": "y"}, [1]])
