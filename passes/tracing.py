@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rannc_backend.passes.graph_queries import arguments_of, placeholders
@@ -37,8 +38,12 @@ class InnerGraph:
         return self.module.graph
 
 
-def trace_function(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> InnerGraph:
-    """Trace `function(*args, **kwargs)`, in which FX nodes stand for their fake values."""
+def trace_function(
+    function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], *, mode: FakeTensorMode | None = None
+) -> InnerGraph:
+    """Trace `function(*args, **kwargs)`, in which FX nodes stand for their fake values. `mode`: of the graph, for
+    arguments that are numbers alone.
+    """
     found: dict[fx.Node, None] = {}
     fx.map_arg((tuple(args), dict(kwargs)), lambda node: found.setdefault(node))
     nodes = tuple(found)
@@ -51,7 +56,7 @@ def trace_function(function: Callable[..., Any], args: Any, kwargs: Mapping[str,
         return tuple(result) if isinstance(result, tuple) else result
 
     values = [node.meta["val"] for node in nodes]
-    with symbolic_sizes(values):
+    with symbolic_sizes(values, mode):
         module = make_fx(run, decomposition_table={})(*values)
     output = module.graph.output_node().args[0]
     outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
@@ -59,14 +64,14 @@ def trace_function(function: Callable[..., Any], args: Any, kwargs: Mapping[str,
 
 
 @contextlib.contextmanager
-def symbolic_sizes(values: Sequence[Any]) -> Iterator[None]:
+def symbolic_sizes(values: Sequence[Any], mode: FakeTensorMode | None = None) -> Iterator[None]:
     """Run operators on fake values so that sizes stay symbolic; AssertionError if an operator fixed one to a
     number.
 
     Without the Python dispatcher some factories (arange) read the batch size as a number, for good and for
     all values.
     """
-    mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+    mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), mode)
     before = dict(mode.shape_env.replacements) if mode is not None else {}
     with mode or contextlib.nullcontext(), enable_python_dispatcher():
         yield

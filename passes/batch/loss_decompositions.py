@@ -413,10 +413,13 @@ class _RowNumbers:
             # The number itself, of the one slice: in float64 it is a sum of that slice, which may be asked for.
             return self._call(number, lambda size: torch.full((), size, dtype=torch.float64), (number,))
         if function is None:
+            # A share of the batch, as of one half: samples that stand there need not meet. All but some are shifted.
+            others = size_expression(value) - self.symbol
             raise PassError(
                 number,
                 f"operator {operator_name(number.target)} on the batch size cannot be rewritten for the "
                 "global batch",
+                is_known=self.symbol not in others.free_symbols,
             )
         depends = [
             isinstance(item, fx.Node) and has_rows(item.meta["val"], self.symbol) for item in number.args
@@ -435,7 +438,7 @@ class _RowNumbers:
         marker_place = after.next
         with self.graph.inserting_before(marker_place):
             marker = self.graph.call_function(operator.pos, args)
-        inner = trace_function(function, args, {})
+        inner = trace_function(function, args, {}, mode=fake_mode_of(placeholders(self.graph)))
         marker.meta = {**after.meta, "val": inner.outputs[0].meta["val"]}
         return inline_value(marker, inner)
 

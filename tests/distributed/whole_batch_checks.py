@@ -88,9 +88,7 @@ def whole_batch_data_sizes(context: Context) -> dict[str, Any]:
 def whole_batch_numbers(context: Context) -> dict[str, Any]:
     """Code that uses the batch size as a number, in batches of several sizes."""
     for name, make in row_number_models.MODELS.items():
-        # Two halves of a batch meet, and nothing does along the length: which is meant must be said.
-        options = {"batch_dim": 0} if name == "halves" else {}
-        _follow(context, name, make, row_number_models.batch, **options)
+        _follow(context, name, make, row_number_models.batch)
     return {}
 
 

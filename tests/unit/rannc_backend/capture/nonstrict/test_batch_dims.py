@@ -173,11 +173,22 @@ def test_it_is_not_asked_where_samples_are_to_meet() -> None:
     assert not refused(make(), {"x": torch.randn(4, 4, KEPT_WIDTH)})
 
 
-@pytest.mark.parametrize("name", ["numbered", "iterated", "share"])
+@pytest.mark.parametrize("name", ["numbered", "iterated", "halves", "first half", "share"])
 def test_it_is_not_asked_where_rows_are_only_numbered(name: str) -> None:
     """Code that loops over its rows runs as written, and mixes nothing; shares of a batch are sums of scalars."""
     x, y = row_number_models.batch(4, 0)
     assert not refused(row_number_models.MODELS[name](), {"x": x, "y": y})
+
+
+class Shifted(nn.Module):
+    """Each token is to tell the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.linear(x)[:-1], x[1:])
 
 
 class Placed(nn.Module):
@@ -193,7 +204,9 @@ class Placed(nn.Module):
 
 
 def test_it_is_asked_where_rows_have_places() -> None:
-    assert "dimension 1 of x" in refused(Placed(), {"x": torch.randn(LENGTH, 3, WIDTH)})
+    x = torch.randn(LENGTH, 3, WIDTH)
+    assert "dimension 1 of x" in refused(Placed(), {"x": x})
+    assert "dimension 1 of x" in refused(Shifted(), {"x": x})
 
 
 def test_it_is_not_asked_where_it_is_unknown_what_an_operator_does() -> None:
