@@ -72,11 +72,12 @@ def symbolic_sizes(values: Sequence[Any], mode: FakeTensorMode | None = None) ->
     all values.
     """
     mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), mode)
-    before = dict(mode.shape_env.replacements) if mode is not None else {}
+    environment = None if mode is None else mode.shape_env
+    before = {} if environment is None else dict(environment.replacements)
     with mode or contextlib.nullcontext(), enable_python_dispatcher():
         yield
-    if mode is not None:
-        fixed = {symbol for symbol in mode.shape_env.replacements if symbol not in before}
+    if environment is not None:
+        fixed = {symbol for symbol in environment.replacements if symbol not in before}
         assert not fixed, f"tracing fixed the symbolic sizes {fixed} to numbers"
 
 

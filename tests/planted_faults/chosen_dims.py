@@ -56,8 +56,8 @@ CHOSEN_DIMS: tuple[Fault, ...] = tuple(
         (
             "pieces-of-sequences-are-put-together",
             "capture/analysis.py",
-            "        where_rows_meet(error)\n",
-            "",
+            "if choices or not keeps_rows_apart(captured):",
+            "if not choices:",
             _TESTS,
         ),
         (

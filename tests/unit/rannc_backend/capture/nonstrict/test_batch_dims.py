@@ -63,7 +63,7 @@ def test_samples_come_first_and_go_back(data: st.DataObject) -> None:
         assert [call.dim_of_given(index, place) for place in places] == list(range(own.dim()))
         assert [mine.shape[place] for place in places] == list(own.shape)
         assert not own.dim() or places[dims[index]] == 0
-    back = call.as_given(call.tensors)
+    back = call.as_given([tensor.contiguous() for tensor in call.tensors])
     assert all(
         each.is_contiguous() and torch.equal(each, own) for each, own in zip(back, tensors, strict=True)
     )
