@@ -20,6 +20,7 @@ from torch import nn
 
 from rannc_backend.cli.verify import _layers, described, diagnosis, launch_command, print_verified
 from rannc_backend.errors import OptionValueError, UserInputError, VerificationError
+from rannc_backend.verify import recording
 from rannc_backend.verify.comparing import Comparison, NarrowestDtype, largest_in, tolerance_of
 from rannc_backend.verify.launching import Listener, Verified, verify
 from rannc_backend.verify.leaves import replaced, tensors_of
@@ -365,3 +366,13 @@ def test_ranks_are_started_as_the_user_says() -> None:
     assert launch_command(None, 2, f"{sys.executable} -x 'a b'")[:3] == [sys.executable, "-x", "a b"]
     with pytest.raises(OptionValueError, match="--launch"):
         launch_command(None, 2, "no-such-launcher -n 2")
+
+
+def test_inputs_are_known_with_the_dimension_of_their_samples() -> None:
+    x, hidden, mask, other = torch.randn(3, 4), torch.randn(2, 3, 4), torch.randn(4, 4), torch.randn(3, 4)
+    call = recording._Call(0)
+    call.seen += [(x, True), (hidden.movedim(1, 0), True), (mask, False)]
+    assert call.kind_of(x) == ("batch", 0)
+    assert call.kind_of(hidden) == ("batch", 1)
+    assert call.kind_of(mask) == ("same", 0)
+    assert call.kind_of(other) == ("unused", 0)
