@@ -16,7 +16,6 @@ import torch
 from torch import fx
 from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rannc_backend.passes.graph_queries import arguments_of, placeholders
@@ -39,7 +38,7 @@ class InnerGraph:
 
 
 def trace_function(
-    function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], *, mode: FakeTensorMode | None = None
+    function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], *, mode: Any = None
 ) -> InnerGraph:
     """Trace `function(*args, **kwargs)`, in which FX nodes stand for their fake values. `mode`: of the graph, for
     arguments that are numbers alone.
@@ -64,7 +63,7 @@ def trace_function(
 
 
 @contextlib.contextmanager
-def symbolic_sizes(values: Sequence[Any], mode: FakeTensorMode | None = None) -> Iterator[None]:
+def symbolic_sizes(values: Sequence[Any], mode: Any = None) -> Iterator[None]:
     """Run operators on fake values so that sizes stay symbolic; AssertionError if an operator fixed one to a
     number.
 

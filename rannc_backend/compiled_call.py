@@ -22,7 +22,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from rannc_backend.capture.errors import own_error
+from rannc_backend.capture.graph import CapturedGraph
 from rannc_backend.capture.module_compile import is_compiled, plain_function
+from rannc_backend.capture.nonstrict.arguments import Ranks
+from rannc_backend.capture.nonstrict.captures import refuse_other_dim
 from rannc_backend.capture.refusals import is_inside_ddp, plain_reason, wrapper_of
 from rannc_backend.errors import (
     GatheringError,
@@ -32,6 +35,8 @@ from rannc_backend.errors import (
     ReleasedParameterError,
     WrappedModelError,
 )
+from rannc_backend.passes.pipeline import PassError
+from rannc_backend.runtime.absent_tensors import is_absent, strides_of
 from rannc_backend.runtime.agreement import share_failure
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.settings import hooks
@@ -45,6 +50,7 @@ class _Call:
     captured: bool = False  # the model has become a graph: what fails now is not its capture
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    function: Callable[..., Any] | None = None  # that is compiled, where it is no module
 
 
 _CURRENT: ContextVar[_Call | None] = ContextVar("rannc_call", default=None)
@@ -68,6 +74,32 @@ def arguments_of_call() -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Of the call under way; none where a compiled function calls a model."""
     call = _CURRENT.get()
     return ((), {}) if call is None else (call.args, call.kwargs)
+
+
+class _Calling(nn.Module):
+    """A function that calls a model."""
+
+    def __init__(self, function: Callable[..., Any], model: nn.Module) -> None:
+        super().__init__()
+        self.model, self._function = model, function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+def batch_dim_check(config: Config, num_ranks: int, captured: CapturedGraph) -> Callable[[PassError], None]:
+    """What to ask of the call under way where its samples meet, as `refuse_other_dim` does: with option batch_dim, or
+    with one rank, nothing.
+    """
+    call = _CURRENT.get()
+    is_asked = num_ranks > 1 and config.gather_inputs and not config.batch_dim
+    # With sizes that are numbers it is captured once more.
+    if not is_asked or captured.fixed_inputs or call is None:
+        return lambda error: None
+    ranks = Ranks(strides_of=strides_of, is_absent=is_absent)
+    root = captured.root_module
+    module = root if call.function is None else _Calling(call.function, root)
+    return functools.partial(refuse_other_dim, captured, module, call.args, call.kwargs, ranks)
 
 
 # Gives other arguments, and what is to be asked of the result.
@@ -202,7 +234,8 @@ def _served_either_way(
     if is_inside_ddp() and not bootstrap.is_alone():
         raise WrappedModelError("DistributedDataParallel")
     if second is None or not second.is_chosen():
-        call = _Call(args=args, kwargs=kwargs)
+        function = getattr(compiled, "_torchdynamo_orig_callable", None) if second is None else None
+        call = _Call(args=args, kwargs=kwargs, function=function)
         try:
             return _served(call, compiled, args, kwargs), call
         except ModelError as error:

@@ -6,7 +6,6 @@ serves the calls of the module, once Dynamo has refused it or the user has chose
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,12 +17,10 @@ from torch import nn
 
 from rannc_backend.capture.dynamo import marked_sizes
 from rannc_backend.capture.first_trace import SeenSizes
-from rannc_backend.capture.graph import CapturedGraph
 from rannc_backend.capture.nonstrict.arguments import BatchDims, Call, Ranks, call_of
-from rannc_backend.capture.nonstrict.captures import Capture, find_capture, refuse_other_dim
+from rannc_backend.capture.nonstrict.captures import Capture, find_capture
 from rannc_backend.capture.nonstrict.kept_modules import WHOLE_MODEL
 from rannc_backend.capture.nonstrict.trace import Changing, Recorded
-from rannc_backend.compiled_call import arguments_of_call
 from rannc_backend.errors import (
     BatchSizeTestError,
     InternalError,
@@ -32,7 +29,6 @@ from rannc_backend.errors import (
     RanncError,
     extended,
 )
-from rannc_backend.passes.pipeline import PassError
 from rannc_backend.runtime.absent_tensors import is_absent, strides_of
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.job import bootstrap
@@ -172,19 +168,6 @@ class NonstrictCalls:
                 "another answer captures another path",
                 "; ".join(dict.fromkeys(decision.location for decision in recorded.decisions)),
             )
-
-
-def batch_dim_check(config: Config, num_ranks: int, captured: CapturedGraph) -> Callable[[PassError], None]:
-    """What to ask of the call under way where its samples meet, as `refuse_other_dim` does: with option batch_dim, or
-    with one rank, nothing.
-    """
-    args, kwargs = arguments_of_call()
-    is_asked = num_ranks > 1 and config.gather_inputs and not config.batch_dim
-    # With sizes that are numbers it is captured once more.
-    if not is_asked or captured.fixed_inputs or not (args or kwargs):
-        return lambda error: None
-    ranks = Ranks(strides_of=strides_of, is_absent=is_absent)
-    return functools.partial(refuse_other_dim, captured, args, kwargs, ranks)
 
 
 def ranks_of_job(config: Config, device: torch.device | None = None) -> Ranks:

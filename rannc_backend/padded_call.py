@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rannc_backend.capture.nonstrict.arguments import BatchDims, call_of
+from rannc_backend.capture.nonstrict.arguments import FIRST, BatchDims, call_of
 from rannc_backend.errors import RanksDifferError, UserInputError
 from rannc_backend.runtime.step.graph_settings import LENGTHS_CURE
 from rannc_backend.runtime.torch_internals import leaves_of
@@ -32,7 +32,7 @@ def padded_arguments(
     kwargs: Mapping[str, Any],
     *,
     paddings: Mapping[str, float],
-    batch_dims: BatchDims,
+    batch_dims: BatchDims = FIRST,
     exchange: Exchange,
 ) -> tuple[tuple[Any, ...], dict[str, Any], Check]:
     """The arguments with the inputs that `paddings` names padded at the ends of their dimensions behind the first, and

@@ -21,6 +21,7 @@ from rannc_backend.capture.analysis import GraphAnalysis, analyze
 from rannc_backend.capture.graph import CapturedGraph, fixed_shapes
 from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.capture.node_order import in_order_of_arguments
+from rannc_backend.compiled_call import batch_dim_check
 from rannc_backend.deployment import Deployer
 from rannc_backend.errors import (
     InfeasiblePlanError,
@@ -35,7 +36,6 @@ from rannc_backend.ir.updates import Update
 from rannc_backend.log.progress import planning_progress
 from rannc_backend.log.startup import say_places
 from rannc_backend.log.step_timer import log_step_timer
-from rannc_backend.nonstrict_call import batch_dim_check
 from rannc_backend.notices import Deployed, Notices, say_outputs
 from rannc_backend.passes.pipeline import GraphDump, dumping
 from rannc_backend.planner import plan_on_ranks

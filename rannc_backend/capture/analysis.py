@@ -211,7 +211,11 @@ def _analyzed(
     )
 
 
-def _sums_of_several(split: BatchSplit) -> PassError | None:
+class SumsError(PassError):
+    """Sums over rows are more than one number."""
+
+
+def _sums_of_several(split: BatchSplit) -> SumsError | None:
     """Names a sum over rows that is more than one number: as losses are not, and means over a sequence are."""
     names, prologue = set(split.partial_names), split.prologue
     sums = [node for node in split.rowwise.graph.nodes if node.name in names]
@@ -227,18 +231,20 @@ def _sums_of_several(split: BatchSplit) -> PassError | None:
             and value.dim()
             and not isinstance(split.layouts.get(node.name), KeyCounts)
         ):
-            return PassError(node, f"a sum over it has the shape {list(value.shape)}")
+            return SumsError(node, f"a sum over it has the shape {list(value.shape)}")
     return None
 
 
-def keeps_rows_apart(captured: CapturedGraph) -> bool:
-    """Whether each sample of a captured graph is computed by itself, sums over all of them apart."""
+def keeps_rows_apart(captured: CapturedGraph, *, with_sums: bool = True) -> bool:
+    """Whether each sample of a captured graph is computed by itself, sums over all of them apart; without `with_sums`,
+    apart from sums that are one number.
+    """
     trained = {spec.name for spec in captured.inputs if spec.requires_grad}
     try:
-        _split(captured, trained, together=False)
+        split = _split(captured, trained, together=False)
     except PassError:
         return False
-    return True
+    return with_sums or _sums_of_several(split) is None
 
 
 def _without_lengths(captured: CapturedGraph) -> CapturedGraph:

@@ -90,7 +90,7 @@ CHOSEN_DIMS: tuple[Fault, ...] = tuple(
         ),
         (
             "with-the-option-it-is-asked-again",
-            "nonstrict_call.py",
+            "compiled_call.py",
             "is_asked = num_ranks > 1 and config.gather_inputs and not config.batch_dim",
             "is_asked = config.gather_inputs",
             _TESTS,

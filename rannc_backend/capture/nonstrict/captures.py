@@ -20,7 +20,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from rannc_backend.capture.analysis import keeps_rows_apart, mixed_batch_error
+from rannc_backend.capture.analysis import SumsError, keeps_rows_apart, mixed_batch_error
 from rannc_backend.capture.graph import CapturedGraph, lengths_hold
 from rannc_backend.capture.inputs import TensorInput
 from rannc_backend.capture.nonstrict.arguments import (
@@ -335,7 +335,12 @@ def _other_path(capture: Capture, call: Call, ranks: Ranks, known: dict[str, Any
 
 
 def refuse_other_dim(
-    captured: CapturedGraph, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: Ranks, error: PassError
+    captured: CapturedGraph,
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    ranks: Ranks,
+    error: PassError,
 ) -> None:
     """For a call whose samples meet along the first dimension of its inputs: if nothing meets along the second, that
     could be the one of the samples (`batch_first=False`), and ranks would put pieces of sequences together.
@@ -343,12 +348,12 @@ def refuse_other_dim(
     What a module that runs as written mixes is seen in a run of it; what another operator does that is not known, or what
     happens in such a module along the second dimension, is taken for no mixing where layers say `batch_first=False`.
 
-    ``ranks``: what does not ask other ranks. ``error``: says what meets.
+    ``module``: is called, and graph ``captured`` is that of its call. ``ranks``: what does not ask other ranks.
+    ``error``: says what meets.
 
     Raises:
         UnclearBatchDimError: if so.
     """
-    module = captured.root_module
     node = error.node
     is_kept = node is not None and operator_code(node.target) is not None
     hints = hints_in(captured.fake_mode.shape_env)
@@ -372,7 +377,7 @@ def refuse_other_dim(
     if by_layers:
         is_second = any(getattr(part, "batch_first", None) is False for part in module.modules())
     else:
-        is_second = keeps_rows_apart(recorded.captured)
+        is_second = keeps_rows_apart(recorded.captured, with_sums=not isinstance(error, SumsError))
     if not moved or not is_second:
         return
     shapes = ", ".join(f"{call.labels[index]} {list(call.given[index].shape)}" for index in moved)

@@ -59,6 +59,7 @@ from rannc_backend.errors import (
     StaleParameterError,
     TooFewSamplesError,
     TraceError,
+    UnclearBatchDimError,
     UnknownModuleError,
     UnknownOptionError,
     UnsupportedModelError,
@@ -105,6 +106,10 @@ EXAMPLES = [
     (
         BatchSizeTestError("s >= 64", num_rows=8, location="m.py:12, in forward"),
         ["s >= 64", "8 samples", "m.py:12, in forward"],
+    ),
+    (
+        UnclearBatchDimError("aten.max reduces it", inputs="x [7, 2, 12]", location="m.py:4, in forward"),
+        ["aten.max reduces it", "x [7, 2, 12]", "m.py:4, in forward", "'batch_dim': 1", "'batch_dim': 0"],
     ),
     (
         TooFewSamplesError(num_samples=1, num_replicas=2, stage=3),

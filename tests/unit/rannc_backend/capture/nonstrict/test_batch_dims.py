@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -16,12 +17,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tests.row_number_models as row_number_models
-from rannc_backend import nonstrict_call
+from rannc_backend import compiled_call
 from rannc_backend.capture.analysis import analyze
 from rannc_backend.capture.nonstrict.arguments import ALONE, BatchDims, Call, call_of
 from rannc_backend.capture.nonstrict.captures import Capture, capture_call, find_capture, refuse_other_dim
+from rannc_backend.compiled_call import batch_dim_check
 from rannc_backend.errors import UnclearBatchDimError, UserInputError
-from rannc_backend.nonstrict_call import batch_dim_check
 from rannc_backend.passes.pipeline import PassError
 from rannc_backend.settings.options import Config
 from rannc_backend.settings.sources import resolve_config
@@ -145,7 +146,7 @@ def refused(model: nn.Module, inputs: dict[str, Any]) -> str:
     capture = capture_call(model, call_of(model, (), inputs))
 
     def ask(error: PassError) -> None:
-        refuse_other_dim(capture.recorded.captured, (), inputs, ALONE, error)
+        refuse_other_dim(capture.recorded.captured, model, (), inputs, ALONE, error)
 
     try:
         analyze(capture.recorded.captured, where_rows_meet=ask)
@@ -218,10 +219,15 @@ def test_it_is_not_asked_with_the_option_nor_in_one_process(monkeypatch: pytest.
     model, inputs = entry.make(), entry.batch(3)
     captured = capture_call(model, call_of(model, (), inputs)).recorded.captured
     error = PassError(None, "they meet")
-    monkeypatch.setattr(nonstrict_call, "arguments_of_call", lambda: ((), inputs))
+    ours = compiled_call._Call(kwargs=inputs)
+    monkeypatch.setattr(compiled_call, "_CURRENT", ContextVar("call", default=ours))
     for config, num_ranks in ((Config(), 1), (Config(batch_dim="0"), 2), (Config(gather_inputs=False), 2)):
         batch_dim_check(config, num_ranks, captured)(error)
     with pytest.raises(UnclearBatchDimError):
+        batch_dim_check(Config(), 2, captured)(error)
+    # A function that is compiled is called as such.
+    ours.function, ours.args, ours.kwargs = lambda number, values: number * model(**values), (2.0, inputs), {}
+    with pytest.raises(UnclearBatchDimError, match="args_1_x"):
         batch_dim_check(Config(), 2, captured)(error)
 
 
