@@ -234,7 +234,7 @@ def _served_either_way(
     if is_inside_ddp() and not bootstrap.is_alone():
         raise WrappedModelError("DistributedDataParallel")
     if second is None or not second.is_chosen():
-        function = getattr(compiled, "_torchdynamo_orig_callable", None) if second is None else None
+        function = plain_function(compiled) if second is None else None
         call = _Call(args=args, kwargs=kwargs, function=function)
         try:
             return _served(call, compiled, args, kwargs), call

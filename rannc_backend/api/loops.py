@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from rannc_backend.capture.nonstrict.arguments import BatchDims
 from rannc_backend.errors import RanksDifferError, UserInputError
 from rannc_backend.runtime.agreement import agree, exchanging, failing_together
 from rannc_backend.runtime.gradients.sparse_rows import numbers_of
@@ -94,7 +95,7 @@ class _End:
 def _without_rows(batch: Any, batch_dim: int) -> Any:
     leaves, put_together = taken_apart(batch)
     dims = {
-        index: min(batch_dim, leaf.dim() - 1)
+        index: BatchDims(otherwise=batch_dim).of("", leaf)
         for index, leaf in enumerate(leaves)
         if isinstance(leaf, torch.Tensor) and leaf.dim()
     }

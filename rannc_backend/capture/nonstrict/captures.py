@@ -15,9 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.fx.experimental._config as symbolic_config
 from torch import nn
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from rannc_backend.capture.analysis import SumsError, keeps_rows_apart, mixed_batch_error
@@ -25,6 +23,7 @@ from rannc_backend.capture.graph import CapturedGraph, lengths_hold
 from rannc_backend.capture.inputs import TensorInput
 from rannc_backend.capture.nonstrict.arguments import (
     ALONE,
+    BatchDims,
     Call,
     Place,
     Ranks,
@@ -36,13 +35,13 @@ from rannc_backend.capture.nonstrict.guards import Change, Guards
 from rannc_backend.capture.nonstrict.kept_modules import WHOLE_MODEL, KeptModules, computes_rows_apart
 from rannc_backend.capture.nonstrict.read_values import ReadValue
 from rannc_backend.capture.nonstrict.reads import Reads, Unknown
-from rannc_backend.capture.nonstrict.trace import PROBED_ROWS, Changing, Recorded, record, run_on_fakes
+from rannc_backend.capture.nonstrict.trace import PROBED_ROWS, Changing, Recorded, record, sizes_after_run
 from rannc_backend.errors import ModelError, RanncError, UnclearBatchDimError, UnsupportedModelError
 from rannc_backend.ir.graph_input import BatchInput
 from rannc_backend.passes.batch.operator_call import ADVICE
 from rannc_backend.passes.kept_functions import operator_code
 from rannc_backend.passes.pipeline import PassError
-from rannc_backend.passes.plain_numbers import hints_in, new_size
+from rannc_backend.passes.plain_numbers import hints_in
 
 logger = logging.getLogger(__name__)
 
@@ -217,18 +216,11 @@ def _tied_to_first(
 
     ``hints``: by position and dimension, sizes of the run that may be other ones.
     """
-    shape_env = ShapeEnv(duck_shape=False)
-    with symbolic_config.patch(backed_size_oblivious=True, use_duck_shape=False):  # type: ignore[attr-defined]
-        sizes = {
-            (position, dim): new_size(shape_env, f"size_{position}_{dim}", hint)
-            for (position, dim), hint in hints.items()
-        }
-        try:
-            run_on_fakes(module, inputs, call, ranks, Reads(), KeptModules(module), shape_env, sizes)
-        except Exception as error:  # noqa: BLE001 - whatever a forward raises: its dimensions stay unknown
-            logger.debug("sizes of the inputs are not known to be tied: %s", error)
-            return []
-    found = {place: shape_env.replace(size.node.expr) for place, size in sizes.items()}
+    try:
+        found, _ = sizes_after_run(module, inputs, call, ranks, Reads(), KeptModules(module), hints)
+    except Exception as error:  # noqa: BLE001 - whatever a forward raises: its dimensions stay unknown
+        logger.debug("sizes of the inputs are not known to be tied: %s", error)
+        return []
     first = {size for (_, dim), size in found.items() if dim == 0 and size.is_Symbol}
     if any(call.dims):
         # What the option says of all inputs is said of those with most dimensions: [length, batch, width].
@@ -360,7 +352,7 @@ def refuse_other_dim(
     if node is not None and is_kept and computes_rows_apart(node, captured.rows_symbol, hints):
         return
     call = call_of(module, args, kwargs)
-    other = call.moved([min(1, max(tensor.dim() - 1, 0)) for tensor in call.given])
+    other = call_of(module, args, kwargs, BatchDims(otherwise=1))
     guards = Guards.of(module)
     undo = functools.partial(_undo_all, guards)
     try:

@@ -405,52 +405,43 @@ def _batch_positions(
     kept: KeptModules,
 ) -> frozenset[int]:
     """Arguments whose dimension 0 the forward does not use as a number."""
-    found: frozenset[int] = frozenset()
     for single in (False, True):
         known = {id(tensor) for tensor in batch_candidates(inputs, single=single)}
-        positions = [item.position for item in inputs if id(item.tensor) in known]
-        if positions and not found:
-            found = _probe(
-                module, inputs, call, positions, ranks, reads, kept, PROBED_ROWS if single else None
-            )
-    if not found:
-        raise _no_batch(inputs)
-    return found
+        hints = {
+            (item.position, 0): PROBED_ROWS if single else int(item.tensor.shape[0])
+            for item in inputs
+            if id(item.tensor) in known
+        }
+        if not hints:
+            continue
+        sizes, shape_env = sizes_after_run(module, inputs, call, ranks, reads, kept, hints)
+        left = {
+            position: expression for (position, _), expression in sizes.items() if not expression.is_number
+        }
+        if left and (found := batch_of_one_size(inputs, left, shape_env)):
+            return found
+    raise _no_batch(inputs)
 
 
-def _probe(
+def sizes_after_run(
     module: nn.Module,
     inputs: Sequence[TensorInput],
     call: Call,
-    candidates: Sequence[int],
     ranks: Ranks,
     reads: Reads,
     kept: KeptModules,
-    hint: int | None,
-) -> frozenset[int]:
-    """Run the forward with a size of its own for each candidate; of those whose size has not become a number, the
-    ones of the batch.
+    hints: Mapping[tuple[int, int], int],
+) -> tuple[dict[tuple[int, int], sympy.Expr], ShapeEnv]:
+    """What a run of the forward makes of sizes of inputs, each a symbol of its own with the hint of its position and
+    dimension; and what it has asked of them.
     """
     shape_env = ShapeEnv(duck_shape=False)
     with symbolic_config.patch(backed_size_oblivious=True, use_duck_shape=False):  # type: ignore[attr-defined]
         sizes = {
-            item.position: new_size(shape_env, f"rows_{item.position}", hint or int(item.tensor.shape[0]))
-            for item in inputs
-            if item.position in candidates
+            place: new_size(shape_env, "size_{}_{}".format(*place), hint) for place, hint in hints.items()
         }
-        run_on_fakes(
-            module,
-            inputs,
-            call,
-            ranks,
-            reads,
-            kept,
-            shape_env,
-            {(position, 0): size for position, size in sizes.items()},
-        )
-    left = {position: shape_env.replace(size.node.expr) for position, size in sizes.items()}
-    left = {position: expression for position, expression in left.items() if not expression.is_number}
-    return batch_of_one_size(inputs, left, shape_env) if left else frozenset()
+        _run_on_fakes(module, inputs, call, ranks, reads, kept, shape_env, sizes)
+    return {place: shape_env.replace(size.node.expr) for place, size in sizes.items()}, shape_env
 
 
 def _without_graph(module: nn.Module, call: Call, ranks: Ranks, kept: KeptModules, reads: Reads) -> None:
@@ -458,10 +449,10 @@ def _without_graph(module: nn.Module, call: Call, ranks: Ranks, kept: KeptModule
     inputs = inputs_of(places_of(module), call)
     rows = prime_apart_from({size for item in inputs for size in item.tensor.shape})
     sizes = {(position, 0): rows for position in _batch_guess(inputs)}
-    run_on_fakes(module, inputs, call, ranks, reads, kept, ShapeEnv(), sizes)
+    _run_on_fakes(module, inputs, call, ranks, reads, kept, ShapeEnv(), sizes)
 
 
-def run_on_fakes(
+def _run_on_fakes(
     module: nn.Module,
     inputs: Sequence[TensorInput],
     call: Call,
