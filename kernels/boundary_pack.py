@@ -17,6 +17,7 @@ produce.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -271,18 +272,18 @@ def pack(
         message = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
     check_buffer(message, layout.num_bytes, device)
     start = message.data_ptr()
-    moved = [
-        wire != Wire.SAME or tensor.data_ptr() != start + offset
-        for tensor, wire, offset in zip(tensors, layout.wires, layout.offsets)
-    ]
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+    moved = tuple(
+        [
+            wire != Wire.SAME or address != start + offset
+            for address, wire, offset in zip(addresses, layout.wires, layout.offsets)
+        ]
+    )
     if HAS_TRITON and message.is_cuda:
-        num_launches = launch_pack(
-            message, tensors, layout.offsets, layout.wires, layout.scales_offset, moved, tables
-        )
+        counted = launch_pack(message, addresses, layout, moved, tables)
     else:
-        reference_pack(message, tensors, layout.offsets, layout.wires, layout.scales_offset, moved)
-        num_launches = sum(moved)
-    counted = count_copies(layout, moved, num_launches)
+        reference_pack(message, tensors, layout, moved)
+        counted = count_copies(layout, moved, sum(moved))
     return Packed(message, counted if report is None else report + counted)
 
 
@@ -332,37 +333,37 @@ def unpack(
 
 def launch_pack(
     message: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    offsets: Sequence[int],
-    wires: Sequence[int],
-    scales_offset: int,
-    moved: Sequence[bool],
+    addresses: tuple[int, ...],
+    layout: MessageLayout,
+    moved: tuple[bool, ...],
     tables: RecordTables | None,
     config: LaunchConfig | None = None,
-) -> int:
-    """Start the kernel on contiguous ``tensors`` where ``moved``, and give the number of launches: one, or
-    none if nothing moves.
+) -> CopyReport:
+    """Start the kernel on the contiguous tensors of ``layout`` at ``addresses``, those that are ``moved``: one launch,
+    or none if nothing moves.
     """
     config = config or choose_config(message.numel())
-    pointers, numels = (
-        tuple([tensor.data_ptr() for tensor in tensors]),
-        tuple([tensor.numel() for tensor in tensors]),
-    )
-    dtypes = tuple([tensor.dtype for tensor in tensors])
 
-    def build() -> tuple[torch.Tensor, int, int]:
-        table = upload(_records(pointers, numels, dtypes, offsets, wires, moved, config), message.device)
-        return table, table.shape[0], _kind_bits(tuple(wires), dtypes, tuple(moved))
+    def build() -> tuple[torch.Tensor, int, int, CopyReport]:
+        numels = [math.prod(shape) for shape in layout.shapes]
+        records = _records(addresses, numels, layout.dtypes, layout.offsets, layout.wires, moved, config)
+        kinds = _kind_bits(layout.wires, layout.dtypes, moved)
+        return (
+            upload(records, message.device),
+            len(records),
+            kinds,
+            count_copies(layout, moved, len(records) > 0),
+        )
 
-    key = ("pack", config.block, pointers, numels, dtypes, tuple(offsets), tuple(wires), tuple(moved))
-    table, num_chunks, kinds = (tables or RecordTables()).kept(key, message.device, build)
+    key = ("pack", config.block, addresses, layout, moved)
+    table, num_chunks, kinds, report = (tables or RecordTables()).kept(key, message.device, build)
     if num_chunks == 0:
-        return 0
+        return report
     with on_device(message):
         _pack_kernel[(num_chunks,)](
             message,
             table,
-            scales_offset,
+            layout.scales_offset,
             kinds=kinds,
             block=config.block,
             lanes=32 * config.num_warps,
@@ -370,7 +371,7 @@ def launch_pack(
             num_warps=config.num_warps,
             enable_fp_fusion=False,
         )
-    return 1
+    return report
 
 
 def launch_unpack(

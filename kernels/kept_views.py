@@ -33,6 +33,9 @@ class KeptViews:
         kept = self._by_layout.get(layout)
         if kept is None:
             kept = self._keep(layout)
+        if layout.is_plain_tensor:
+            message = kept[0].data
+            return message, [message]
         message, *views = [each.data for each in kept]
         return message, views
 
@@ -45,7 +48,8 @@ class KeptViews:
         if len(self._by_layout) >= _MAX_LAYOUTS:
             self._by_layout.clear()
             self.num_kept = 0
-        kept = tuple(each.data for each in new_message(self.memory, layout))
+        message = new_message(self.memory, layout)
+        kept = tuple(each.data for each in (message[:1] if layout.is_plain_tensor else message))
         self._by_layout[layout] = kept
         self.num_kept += len(kept)
         return kept

@@ -103,15 +103,10 @@ def check_buffer(buffer: torch.Tensor, num_bytes: int, device: torch.device) -> 
 
 
 def reference_pack(
-    message: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    offsets: Sequence[int],
-    wires: Sequence[int],
-    scales_offset: int,
-    moved: Sequence[bool],
+    message: torch.Tensor, tensors: Sequence[torch.Tensor], layout: MessageLayout, moved: Sequence[bool]
 ) -> None:
     """What the kernel does, in plain PyTorch."""
-    for tensor, offset, wire, move in zip(tensors, offsets, wires, moved):
+    for tensor, offset, wire, move in zip(tensors, layout.offsets, layout.wires, moved):
         if not move or tensor.numel() == 0:
             continue
         if wire == Wire.SAME:
@@ -122,7 +117,7 @@ def reference_pack(
             values, scales = quantize(tensor)
             slot_view(message, offset, values.shape, torch.float8_e4m3fn).copy_(values)
             slot_view(
-                message, scales_offset + offset // GROUP_ELEMENTS * 4, scales.shape, torch.float32
+                message, layout.scales_offset + offset // GROUP_ELEMENTS * 4, scales.shape, torch.float32
             ).copy_(scales)
 
 

@@ -29,6 +29,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rannc_backend.runtime.comm.streams import byte_view
+
 aten = torch.ops.aten
 
 # Reading a value on the host, or a shape that depends on values.
@@ -413,7 +415,7 @@ class MailLinks(FakeLinks):
             waiting = self._local_messages.get((group.number, peer, self._rank))
             if held and waiting:
                 with without_modes():
-                    held.pop().copy_(waiting.pop(0))
+                    byte_view(held.pop()).copy_(byte_view(waiting.pop(0)))  # as NCCL, which moves bytes
 
         return finish
 

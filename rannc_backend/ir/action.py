@@ -116,7 +116,12 @@ class Channel(NamedTuple):
     direction: str
 
     def __str__(self) -> str:
-        return f"{place_text(self.source)}>{place_text(self.destination)} {self.direction}"
+        return _channel_text(self)
+
+
+@functools.lru_cache(maxsize=4096)  # asked for with every message
+def _channel_text(channel: Channel) -> str:
+    return f"{place_text(channel.source)}>{place_text(channel.destination)} {channel.direction}"
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -172,8 +172,9 @@ def empty_kernels() -> Iterator[None]:
     )
     pack_kernel = boundary_pack._pack_kernel
 
-    def launch(message: Any, tensors: Any, offsets: Any, wires: Any, scales_offset: int, moved: Any) -> None:
-        boundary_pack.launch_pack(message, tensors, offsets, wires, scales_offset, moved, _TABLES.tables)
+    def launch(message: Any, tensors: Any, layout: Any, moved: Any) -> None:
+        addresses = tuple([tensor.data_ptr() for tensor in tensors])
+        boundary_pack.launch_pack(message, addresses, layout, moved, _TABLES.tables)
 
     boundary_pack.reference_pack, boundary_pack._pack_kernel = launch, EmptyKernel()
     gradient_views._gradient_kernel, gradient_views.triton_dtype = EmptyKernel(), str

@@ -298,9 +298,9 @@ CHOSEN: tuple[Fault, ...] = (
             (
                 "links-of-a-channel-whatever-the-peer",
                 "runtime/comm/nccl.py",
-                "self._ranks_of.setdefault((route.channel, peer), ranks)",
-                "self._ranks_of.setdefault((route.channel, peer), next("
-                "(links for key, links in self._ranks_of.items() if key[0] == route.channel), ranks))",
+                "self._ways.setdefault((route.channel, peer), _Way.of(route.channel, ranks))",
+                "self._ways.setdefault((route.channel, peer), next("
+                "(way for key, way in self._ways.items() if key[0] == route.channel), _Way.of(route.channel, ranks)))",
                 unit("runtime/comm/nccl"),
             ),
             (

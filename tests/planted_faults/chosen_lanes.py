@@ -105,7 +105,7 @@ CHOSEN_LANES: tuple[Fault, ...] = tuple(
         (
             "a-sum-of-two-stages-is-complete-with-one",
             "runtime/gradients/buckets.py",
-            "if self.others_to_come.get(name):",
+            "if others and others.get(name):",
             "if False:",
             unit("runtime/gradients/buckets"),
         ),

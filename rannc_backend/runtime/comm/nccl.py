@@ -39,7 +39,8 @@ import datetime
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ from rannc_backend.kernels.plain_memory import has_plain_memory
 from rannc_backend.runtime.comm.device_watch import DeviceWatch
 from rannc_backend.runtime.comm.gloo import DoneWork, OwnedGroups, reductions_name
 from rannc_backend.runtime.comm.receive_buffers import ReceiveBuffers
-from rannc_backend.runtime.comm.streams import DeviceLayer, Event, Stream, byte_view, unrecorded_alias
+from rannc_backend.runtime.comm.streams import DeviceLayer, Event, Stream, nccl_view, unrecorded_alias
 from rannc_backend.runtime.torch_internals import is_finished
 from rannc_backend.runtime.world import QueuedMessage, Ranks, Route
 
@@ -135,6 +136,20 @@ class _Link:
         default_factory=set
     )  # peers of this rank, and whether it sends to them
     latest: Posted | None = None
+    peers: Ranks = ()  # the others of its ranks
+    where: str = ""  # in words
+
+
+class _Way(NamedTuple):
+    """Whose link the messages of a channel to or from one peer take, and what they are in words."""
+
+    ranks: Ranks
+    send: str
+    receive: str
+
+    @classmethod
+    def of(cls, channel: str, ranks: Ranks) -> _Way:
+        return cls(ranks, f"send of {channel!r}", f"receive of {channel!r}")
 
 
 class MessageWork:
@@ -206,7 +221,7 @@ class NcclTransport:
         self._watch = watch
         self._groups = groups
         # By channel and peer: models that this process trains may have stages of one number on other ranks.
-        self._ranks_of: dict[tuple[str, int], Ranks] = {}
+        self._ways: dict[tuple[str, int], _Way] = {}
         self._messages: dict[Ranks, _Link] = {}
         self._reductions: dict[tuple[Ranks, int], _Link] = {}  # by communicator
         self._queue_order: Sequence[QueuedMessage] = ()
@@ -232,7 +247,7 @@ class NcclTransport:
             ranks = route.ranks
             # Both ends of a pair go through the same list, so the first link that is right for one is for both.
             for peer in route.peers_of(self.rank):
-                self._ranks_of.setdefault((route.channel, peer), ranks)
+                self._ways.setdefault((route.channel, peer), _Way.of(route.channel, ranks))
             if len(ranks) > 1 and ranks not in self._messages:
                 self._messages[ranks] = self._new_link(f"messages of {ranks}", ranks)
         for ranks in groups:
@@ -246,7 +261,7 @@ class NcclTransport:
         for channel, source, destination in pairs:
             if self.rank in (source, destination) and source != destination:
                 peer = (destination, True) if source == self.rank else (source, False)
-                wanted.setdefault(self._ranks_of[channel, peer[0]], set()).add(peer)
+                wanted.setdefault(self._ways[channel, peer[0]].ranks, set()).add(peer)
         for ranks, link in self._messages.items():
             new = wanted.get(ranks, set()) - link.connected
             if new:
@@ -256,10 +271,8 @@ class NcclTransport:
         link = self._link_of(tensor, peer, channel)
         if tensor.numel() == 0:
             return self._nothing(channel, peer, is_send=True)
-        ready = self._layer.compute().record_event()
-        return self._post(
-            MessageWork(tensor, link, peer, f"send of {channel!r}", is_send=True, ready=ready), channel
-        )
+        ready, what = self._layer.compute().record_event(), self._ways[channel, peer].send
+        return self._post(MessageWork(tensor, link, peer, what, is_send=True, ready=ready), channel)
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> MessageWork | DoneWork:
         link = self._link_of(tensor, peer, channel)
@@ -267,9 +280,8 @@ class NcclTransport:
             return self._nothing(channel, peer, is_send=False)
         # Memory that is not the pool's may be in use by anything that is queued.
         ready = self.buffers.ready_of(tensor) or self._layer.compute().record_event()
-        return self._post(
-            MessageWork(tensor, link, peer, f"receive of {channel!r}", is_send=False, ready=ready), channel
-        )
+        what = self._ways[channel, peer].receive
+        return self._post(MessageWork(tensor, link, peer, what, is_send=False, ready=ready), channel)
 
     def allreduce(
         self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = (), communicator: int = 0
@@ -280,20 +292,14 @@ class NcclTransport:
         if len(takers) != 1:
             return self._sum(link, tensor)
         root = takers[0]
-        return self._start(
-            link, tensor, f"sum for rank {root}", lambda: self._calls.reduce(tensor, root, link.group)
-        )
+        return self._start(link, tensor, f"sum for rank {root}", self._calls.reduce, tensor, root)
 
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: Ranks) -> EventWork | DoneWork:
         if len(ranks) == 1 or tensor.numel() == 0:
             return DoneWork()
         link = self._reductions[ranks, 0]
-        return self._start(
-            link,
-            tensor,
-            f"broadcast from rank {root}",
-            lambda: self._calls.broadcast(byte_view(tensor), root, link.group),
-        )
+        what = f"broadcast from rank {root}"
+        return self._start(link, tensor, what, self._calls.broadcast, nccl_view(tensor), root)
 
     def share(self, groups: Sequence[Ranks]) -> None:
         self.prepare(groups=groups)  # NCCL finds the way between devices of a host itself
@@ -371,24 +377,25 @@ class NcclTransport:
             if work.is_send:
                 posted = self._calls.exchange([(unrecorded_alias(tensor), work.peer)], [], link.group)
             else:
-                posted = self._calls.exchange([], [(byte_view(tensor), work.peer)], link.group)
+                posted = self._calls.exchange([], [(nccl_view(tensor), work.peer)], link.group)
         work.posted = link.latest = posted
-        self._watch.add(lambda: is_finished(posted), (work.peer,), work.what)
+        self._watch.add(partial(is_finished, posted), (work.peer,), work.what)
 
     def _sum(self, link: _Link, tensor: torch.Tensor) -> EventWork:
-        return self._start(link, tensor, "all-reduce", lambda: self._calls.all_reduce(tensor, link.group))
+        return self._start(link, tensor, "all-reduce", self._calls.all_reduce, tensor)
 
-    def _start(self, link: _Link, tensor: torch.Tensor, what: str, queue: Callable[[], Posted]) -> EventWork:
-        """Queue a collective behind what is computed now."""
+    def _start(
+        self, link: _Link, tensor: torch.Tensor, what: str, queue: Callable[..., Posted], *args: Any
+    ) -> EventWork:
+        """Queue a collective, ``queue(*args, group)``, behind what is computed now. It keeps ``tensor``."""
         assert link.stream is not None, f"rank {self.rank} is not in {link.ranks}"
         link.stream.wait_event(self._layer.compute().record_event())
         with self._layer.on(link.stream):
-            posted = queue()
+            posted = queue(*args, link.group)
             posted.wait()  # the link's stream; the host does not
             done = link.stream.record_event()
         link.latest = posted
-        peers = tuple(rank for rank in link.ranks if rank != self.rank)
-        self._watch.add(lambda: is_finished(posted), peers, f"{what} over ranks {list(link.ranks)}")
+        self._watch.add(partial(is_finished, posted), link.peers, f"{what} {link.where}")
         return EventWork(done, tensor, self._layer)
 
     def _new_link(self, name: str, ranks: Ranks) -> _Link:
@@ -397,6 +404,8 @@ class NcclTransport:
         link = _Link(name, ranks, group, self._layer.new_stream() if self.rank in ranks else None)
         if self.rank not in ranks:
             return link
+        link.peers = tuple(rank for rank in ranks if rank != self.rank)
+        link.where = f"over ranks {list(ranks)}"
         if name.startswith("reductions"):
             self._sum(link, self._layer.empty(4).zero_()).wait()
         else:
@@ -413,10 +422,9 @@ class NcclTransport:
 
     def _link_of(self, tensor: torch.Tensor, peer: int, channel: str) -> _Link:
         assert peer != self.rank, f"message {channel!r} of rank {peer} to itself"
-        assert (channel, peer) in self._ranks_of, (
-            f"channel {channel!r} was not prepared between ranks {self.rank} and {peer}"
-        )
+        way = self._ways.get((channel, peer))
+        assert way is not None, f"channel {channel!r} was not prepared between ranks {self.rank} and {peer}"
         assert has_plain_memory(tensor), (
             f"message {channel!r} is not contiguous, or is marked as conjugate or negative"
         )
-        return self._messages[self._ranks_of[channel, peer]]
+        return self._messages[way.ranks]

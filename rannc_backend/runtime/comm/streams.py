@@ -80,15 +80,29 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1) if tensor.dim() != 1 else tensor
 
 
+_NCCL_DTYPES = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
+)
+
+
+def nccl_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as NCCL takes it: itself, or its bytes where NCCL has no such dtype. Both ends of a message
+    have tensors of one dtype. (A view as bytes costs the host 5 µs.)
+    """
+    if tensor.dtype not in _NCCL_DTYPES:
+        return byte_view(tensor)
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def unrecorded_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor under a storage that torch's allocator does not know, so that
+    """A contiguous tensor, as `nccl_view` has it, under a storage that torch's allocator does not know, so that
     `record_stream` does nothing to it.
 
     The alias keeps the tensor alive. Torch's point-to-point operations record their stream on what they are
     given; whoever keeps the tensor until the compute stream has been made to wait for the operation does not
     need that.
     """
-    view = byte_view(tensor)
+    view = nccl_view(tensor)
     if view.is_cuda and torch.cuda.get_allocator_backend() != "native":
         return view  # other allocators look the address up, and would not find one inside a block
     return from_dlpack(to_dlpack(view))

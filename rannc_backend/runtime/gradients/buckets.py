@@ -138,9 +138,7 @@ class PendingGradients:
     host_link: HostLink | None = None  # where what is summed goes to the host, bucket by bucket
     pool: BufferPool | None = None  # of the host's memory then
     is_local: bool = False  # all owners keep what is theirs, to be summed later
-    rows: RowSums = field(
-        default_factory=lambda: RowSums(tables={}, owners={})
-    )  # of tables, which have no bucket
+    rows: RowSums | None = None  # of tables, which have no bucket
     in_last_micro_batch: bool = False
     ended: bool = False  # the last backward has
     received: set[str] = field(default_factory=set)
@@ -154,7 +152,8 @@ class PendingGradients:
 
     def __post_init__(self) -> None:
         # Graphs take something for each gradient, also where they do not write it.
-        self._views.update((name, table.new_zeros(1)) for name, table in self.rows.tables.items())
+        if self.rows is not None:
+            self._views.update((name, table.new_zeros(1)) for name, table in self.rows.tables.items())
 
     def view(self, name: str) -> torch.Tensor:
         """The parameter's gradient, in the memory of its bucket; always the same tensor."""
@@ -184,9 +183,8 @@ class PendingGradients:
 
     def targets(self, names: Sequence[str]) -> tuple[list[torch.Tensor], list[bool]]:
         """`target` of each."""
-        return self._views_of(names), [name in self.received for name in names] if self.received else [
-            False
-        ] * len(names)
+        received = self.received
+        return self.views(names), [name in received for name in names] if received else [False] * len(names)
 
     def made(self, name: str) -> None:
         """One micro-batch's gradient has been written; starts the bucket's all-reduce when it was the last
@@ -198,20 +196,22 @@ class PendingGradients:
         """`made` of each. ``is_last``: by a stage whose last backward has begun."""
         self.received.update(names)
         if self.in_last_micro_batch and is_last:
-            slots, is_full = self.layout.slots, False
+            slots, others, is_full = self.layout.slots, self.others_to_come, False
             for name in names:
-                if name not in slots:
+                slot = slots.get(name)
+                if slot is None:
                     continue
-                missing = self._missing[slots[name].bucket]
-                if self.others_to_come.get(name):
-                    self.others_to_come[name] -= 1
+                missing = self._missing[slot.bucket]
+                if others and others.get(name):
+                    others[name] -= 1
                 else:
                     missing.discard(name)
                 is_full = is_full or not missing
             if is_full:
                 self._start_ready()
 
-    def _views_of(self, names: Sequence[str]) -> list[torch.Tensor]:
+    def views(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """`view` of each."""
         if len(self._views) < self._num_gradients:
             return [self.view(name) for name in names]
         return list(map(self._views.__getitem__, names))
@@ -250,11 +250,12 @@ class PendingGradients:
                 self._leave(index)
         for under_way in self._under_way:
             under_way.wait()
-        self.rows.reduce(None if self.is_local else self.start_reduce)
+        if self.rows is not None:
+            self.rows.reduce(None if self.is_local else self.start_reduce)
 
     @property
     def _num_gradients(self) -> int:
-        return len(self.layout.slots) + len(self.rows.tables)
+        return len(self.layout.slots) + (0 if self.rows is None else len(self.rows.tables))
 
     def wait_on_host(self) -> None:
         """Let the host wait for gradients that come to it."""
@@ -327,6 +328,7 @@ class StageGradients:
 
     def keep_rows(self, position: int, index: torch.Tensor, rows: torch.Tensor) -> None:
         """See `RowSums.keep`."""
+        assert self.pending.rows is not None, "rows of a gradient that has a bucket"
         self.pending.rows.keep(self.names[position], index, rows)
 
 
@@ -379,16 +381,19 @@ class GradientBuckets:
         ]
         if link is not None:
             link.gradients.add([each.flat for each in memory])
-        tables = {name: self.parameters[name] for name in self.table_owners}
-        updaters = {name: ranks for name in tables if (ranks := self.division.updaters(name))}
         return PendingGradients(
             layout=self.layout,
             memory=memory,
             start_reduce=self.start_reduce,
             host_link=link,
             pool=self.pool,
-            rows=RowSums(tables=tables, owners=self.table_owners, updaters=updaters, rank=self.division.rank),
+            rows=self._rows() if self.table_owners else None,
         )
+
+    def _rows(self) -> RowSums:
+        tables = {name: self.parameters[name] for name in self.table_owners}
+        updaters = {name: ranks for name in tables if (ranks := self.division.updaters(name))}
+        return RowSums(tables=tables, owners=self.table_owners, updaters=updaters, rank=self.division.rank)
 
     def tensors(self) -> list[torch.Tensor]:
         """Every buffer that has been made so far."""
@@ -410,10 +415,11 @@ class GradientBuckets:
         if not keep:
             scale_buffers(pending.updated_buffers, scale)
         if not keep and not any_hooks(self.parameters.values()):
-            for name, view in zip(names, pending.targets(names)[0]):
+            rows = pending.rows
+            for name, view in zip(names, pending.views(names)):
                 parameter = self.parameters[name]
-                if name in self.table_owners:
-                    _add(parameter, pending.rows.gradient(name, scale))
+                if rows is not None and name in rows.tables:
+                    _add(parameter, rows.gradient(name, scale))
                 elif parameter.grad is None:
                     parameter.grad = view if view.dtype == parameter.dtype else rounded.view(name)
                 else:
@@ -422,7 +428,7 @@ class GradientBuckets:
             return
         for name in names:
             parameter, view = self.parameters[name], pending.view(name)
-            if name in self.table_owners:
+            if pending.rows is not None and name in pending.rows.tables:
                 view = pending.rows.gradient(name, scale)
             elif keep:
                 view = (view * scale).to(parameter.dtype)
@@ -457,8 +463,9 @@ class GradientBuckets:
         ``p.grad`` stays as it is. And without those that only others update.
         """
         received = pending.received
-        others = self.layout.left_to_others | pending.rows.left_to_others
-        others = frozenset[str]() if pending.is_local else others
+        others = frozenset[str]() if pending.is_local else self.layout.left_to_others
+        if pending.rows is not None and not pending.is_local:
+            others |= pending.rows.left_to_others
         if len(received) == len(self.parameters) and not others:
             return list(self.parameters)
         ranks_of = {name: bucket.ranks for bucket in self.layout.buckets for name in bucket.names}

@@ -142,11 +142,10 @@ def check_message(
     layout = plan_message([tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors], wires)
     got = torch.full((layout.num_bytes,), POISON, dtype=torch.uint8, device=device)
     wanted = got.clone()
-    moved = [True] * len(tensors)
-    boundary_pack.reference_pack(wanted, tensors, layout.offsets, layout.wires, layout.scales_offset, moved)
-    boundary_pack.launch_pack(
-        got, tensors, layout.offsets, layout.wires, layout.scales_offset, moved, RecordTables(), config
-    )
+    moved = (True,) * len(tensors)
+    addresses = tuple(tensor.data_ptr() for tensor in tensors)
+    boundary_pack.reference_pack(wanted, tensors, layout, moved)
+    boundary_pack.launch_pack(got, addresses, layout, moved, RecordTables(), config)
     found = compare_messages(f"{name} pack", got, wanted, layout)
     changed = [index for index, wire in enumerate(layout.wires) if wire != Wire.SAME]
     if changed:
