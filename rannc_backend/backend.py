@@ -201,7 +201,9 @@ def _started(config: Config, model: str) -> World:
     world = bootstrap.start(bootstrap.options_of(config))
     world.monitor.phase("capture")
     _FIRST_CALL.attach(
-        world.monitor.current_phase, memory_of(cache_directory(config), model, world.size, config)
+        world.monitor.current_phase,
+        memory_of(cache_directory(config), model, world.size, config),
+        on_gpu=world.device.type == "cuda",
     )
     return world
 

@@ -106,15 +106,20 @@ class NcclCalls:
 
     def all_reduce(self, tensor: torch.Tensor, group: Any) -> Posted:
         """Start a sum over the group, after the current stream."""
-        return dist.all_reduce(_real(tensor), group=group, async_op=True)
+        return _posted(dist.all_reduce(_real(tensor), group=group, async_op=True))
 
     def reduce(self, tensor: torch.Tensor, root: int, group: Any) -> Posted:
         """Start a sum over the group, for its root alone, after the current stream."""
-        return dist.reduce(_real(tensor), root, group=group, async_op=True)
+        return _posted(dist.reduce(_real(tensor), root, group=group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, root: int, group: Any) -> Posted:
         """Start a copy of the root's tensor, after the current stream."""
-        return dist.broadcast(tensor, root, group=group, async_op=True)
+        return _posted(dist.broadcast(tensor, root, group=group, async_op=True))
+
+
+def _posted(work: Any) -> Posted:
+    assert work is not None, "a rank that is not in the group has no part in its operations"
+    return work
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
