@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -205,7 +205,7 @@ def gated(
             check_result: Callable[[Any], None] | None = None
             if prepared is not None:
                 args, kwargs, check_result = prepared(args, kwargs)
-            with around():
+            with around(), _whole_memory(args, kwargs) as (args, kwargs):
                 result, served = _served_either_way(compiled, second, args, kwargs)
             # A function without any operator never comes to a backend, and is itself what it does to rows.
             has_no_operator = (
@@ -226,6 +226,38 @@ def gated(
 
     call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
     return call
+
+
+@contextmanager
+def _whole_memory(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments, with a copy of each tensor that does not begin where its memory does.
+
+    Once a size has changed, Dynamo guards where a tensor begins: with slices of one batch (``x[rank * n:][:n]``) ranks would
+    choose different graphs. What the call writes into a copy is written to the user's tensor in the end.
+    """
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+
+    def whole(value: Any) -> Any:
+        kind = type(value)
+        if kind is torch.Tensor and value.layout == torch.strided and value.storage_offset():
+            if id(value) not in copies:
+                copy = value.clone()
+                copies[id(value)] = value, copy, copy._version
+            return copies[id(value)][1]
+        if kind in (tuple, list, dict):
+            parts = list(value.values()) if kind is dict else value
+            new = [whole(part) for part in parts]
+            if any(one is not two for one, two in zip(new, parts, strict=True)):
+                return dict(zip(value, new, strict=True)) if kind is dict else kind(new)
+        return value
+
+    yield (args, kwargs) if bootstrap.is_alone() else (whole(args), whole(kwargs))
+    for value, copy, version in copies.values():
+        if copy._version != version:
+            with torch.no_grad():
+                value.copy_(copy)
 
 
 def _served_either_way(

@@ -182,6 +182,11 @@ class SessionRegistry:
         """Whether the gradients of a parameter outside of compiled models are averaged over ranks."""
         return parameter in self.synchronized
 
+    def is_averaged(self, parameter: torch.Tensor) -> bool:
+        """Whether these become means, not sums."""
+        group = self.synchronized.get(parameter)
+        return group is not None and group.is_mean
+
     def refuse_copy(self, model: object) -> None:
         """Raises UserInputError where a model is a copy of a planned one: its parameters are on the ranks of that one's
         stages, and a plan of its own would need them elsewhere.

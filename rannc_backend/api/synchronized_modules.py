@@ -35,7 +35,8 @@ def synchronize(module: nn.Module, *, reduce: Literal["mean", "sum"] = "mean") -
     Args:
         module: A module with parameters on the device of this rank.
         reduce: "mean", as DDP and as a compiled model with its loss outside; "sum" beside
-            ``gradients_reduce_method="sum"``.
+            ``gradients_reduce_method="sum"``. Where the module's results go into a compiled model, either gives the
+            gradient of that model's loss.
 
     Returns:
         The module.
@@ -80,7 +81,8 @@ class _Synchronized:
     def __init__(self, world: World, parameters: list[weakref.ref[torch.Tensor]], reduce: str) -> None:
         self._world = world
         self._parameters = parameters
-        self._share = 1.0 / world.size if reduce == "mean" else 1.0
+        self.is_mean = reduce == "mean"
+        self._share = 1.0 / world.size if self.is_mean else 1.0
         self._is_queued = False
 
     def note(self, gradient: torch.Tensor) -> None:

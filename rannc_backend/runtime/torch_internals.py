@@ -82,6 +82,11 @@ def backward_keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def graph_task() -> int:
+    """The number of the backward that is running: each call of ``backward()`` has its own. Seen on 2.11 to 2.15."""
+    return torch._C._current_graph_task_id()
+
+
 class NewTensors(TorchDispatchMode):
     """Context manager that calls ``made`` with each tensor that an ATen operator returns in memory of its
     own.

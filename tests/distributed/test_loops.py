@@ -70,6 +70,9 @@ CASES = (
     _case("unfrozen", "1,1"),
     _case("dropped_beside", "1,1"),
     _case("several_models", "1,1"),
+    _case("chained", "1,1"),
+    _case("chained", "2"),
+    _case("chained", "1,2,1"),
 )
 IN_FULL = (
     "averages-1,2",
@@ -80,6 +83,7 @@ IN_FULL = (
     "trainer_parts-1,2",
     "joined-2,1",
     "norms_by_name-1,2,1",
+    "chained-1,2,1",
 )
 
 

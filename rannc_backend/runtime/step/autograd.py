@@ -3,12 +3,20 @@
 In: the user's tensors of a call. Out: flat outputs; those that can be differentiated lead back, on
 ``backward()``, to `GraphRuntime.backward`. Gradients of parameters do not pass through autograd: they are
 published in ``p.grad``.
+
+Models may follow each other: the rows of one are an input of the next (a generator and a discriminator). The gradient
+of the next one's loss, which is that of the global batch, reaches the rows of the one before, whose gradients are the
+mean over ranks of each rank's own. So it gets N times that gradient there, N being the number of ranks: what is summed
+and divided by N then is the gradient of the global loss, and adds up with those of losses of a rank's own rows. The same
+holds for a module that `synchronize` averages. Proof: gradients of a rank's rows are linear in what comes to them, and
+each sample belongs to one rank.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +25,7 @@ from rannc_backend.errors import UnsupportedModelError, UserInputError
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime
 from rannc_backend.runtime.step.graph_settings import TrainingStep
-from rannc_backend.runtime.torch_internals import backward_keeps_graph
+from rannc_backend.runtime.torch_internals import backward_keeps_graph, graph_task
 from rannc_backend.settings import hooks
 
 
@@ -30,11 +38,13 @@ class _Step(torch.autograd.Function):
         runtime: GraphRuntime,
         user_tensors: Sequence[torch.Tensor],
         holder: list[Any],
+        sources: Sequence[_Source],
         anchor: torch.Tensor,
         *differentiable_inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         outputs, step = runtime.forward(runtime.begin(user_tensors, training=True))
         ctx.runtime, ctx.step = runtime, step
+        ctx.sources, ctx.global_pass = sources, None
         ctx.positions = [
             i
             for i, spec in enumerate(runtime.outputs)
@@ -62,10 +72,84 @@ class _Step(torch.autograd.Function):
         for position, grad in zip(ctx.positions, grads, strict=True):
             by_output[position] = grad
         keep = backward_keeps_graph() or runtime.switches.keep_graph
-        input_gradients = runtime.backward(step, by_output, keep=keep)
+        input_gradients = _of_sources(ctx, runtime.backward(step, by_output, keep=keep), step.only_rows)
         if not keep:
             ctx.step = None
-        return (None, None, None, None, *input_gradients)
+        return (None, None, None, None, None, *input_gradients)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What an input that requires a gradient is computed from.
+
+    ``steps``: calls of other compiled models, as nodes of autograd. ``factor``: by which the gradient of the global loss
+    is multiplied, since what is behind it takes a mean over ranks.
+    """
+
+    steps: tuple[Any, ...] = ()
+    factor: float = 1.0
+
+
+def _of_sources(
+    ctx: Any, gradients: Sequence[torch.Tensor | None], only_rows: bool
+) -> list[torch.Tensor | None]:
+    """Gradients of inputs as what is behind them takes them. ``only_rows``: no scalar was differentiated; then they are of
+    a rank's own loss, unless another compiled model's loss came to these rows in the same backward.
+    """
+    this_pass = graph_task()
+    if only_rows and ctx.global_pass != this_pass:
+        return list(gradients)
+    runtime: GraphRuntime = ctx.runtime
+    share = runtime.settings.share(runtime.world.size) if only_rows else 1.0
+    for source in ctx.sources:
+        for node in source.steps:
+            node.global_pass = this_pass
+    return [
+        gradient if gradient is None or share * source.factor == 1.0 else gradient * (share * source.factor)
+        for gradient, source in zip(gradients, ctx.sources, strict=True)
+    ]
+
+
+def _source_of(
+    name: str, tensor: torch.Tensor, num_ranks: int, is_averaged: Callable[[torch.Tensor], bool]
+) -> _Source:
+    """Raises UserInputError where a mean over ranks is taken of some of what is behind an input, and not of all."""
+    steps, factors = [], set()
+    for node in _first_nodes(tensor):
+        if _is_step(node):
+            steps.append(node)
+            factors.add(1.0 / node.runtime.settings.share(node.runtime.world.size))
+        else:
+            factors.add(float(num_ranks) if is_averaged(node) else 1.0)
+    if len(factors) > 1:
+        raise UserInputError(
+            f"the input {name!r} of a compiled model is computed from rows of another compiled model, or by a module that "
+            "rannc_backend.synchronize averages, and from a tensor whose gradient is not averaged over ranks",
+            cure="call rannc_backend.synchronize(module) for the module that it passes before, or detach one of the two.",
+        )
+    return _Source(tuple(steps), factors.pop() if factors else 1.0)
+
+
+def _first_nodes(tensor: torch.Tensor) -> Iterator[Any]:
+    """Behind a tensor: calls of compiled models, and leaves that want a gradient."""
+    if tensor.grad_fn is None:
+        yield tensor
+        return
+    left, seen = [tensor.grad_fn], {tensor.grad_fn}
+    while left:
+        node = left.pop()
+        if _is_step(node):
+            yield node
+        elif (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        else:
+            further = {before for before, _ in node.next_functions if before is not None} - seen
+            seen |= further
+            left += further
+
+
+def _is_step(node: Any) -> bool:
+    return type(node).__name__ == f"{_Step.__name__}Backward"
 
 
 def _twice_differentiated() -> UnsupportedModelError:
@@ -76,14 +160,29 @@ def _twice_differentiated() -> UnsupportedModelError:
     )
 
 
-def call_training(runtime: GraphRuntime, user_tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """A forward with autograd on: outputs of one training step, tied to their backward."""
+def call_training(
+    runtime: GraphRuntime,
+    user_tensors: Sequence[torch.Tensor],
+    is_averaged: Callable[[torch.Tensor], bool] = lambda parameter: False,
+) -> list[Any]:
+    """A forward with autograd on: outputs of one training step, tied to their backward.
+
+    ``is_averaged``: whether the gradient of a parameter outside of compiled models becomes its mean over ranks.
+    """
     anchor = torch.zeros((), requires_grad=True)
     differentiable = [
-        tensor for spec, tensor in zip(runtime.inputs, user_tensors, strict=True) if spec.requires_grad
+        (spec.name, tensor)
+        for spec, tensor in zip(runtime.inputs, user_tensors, strict=True)
+        if spec.requires_grad
+    ]
+    num_ranks = runtime.world.size
+    sources = [
+        _Source() if num_ranks == 1 else _source_of(name, tensor, num_ranks, is_averaged)
+        for name, tensor in differentiable
     ]
     holder: list[Any] = []
-    results = _Step.apply(runtime, user_tensors, holder, anchor, *differentiable)
+    tensors = [tensor for _, tensor in differentiable]
+    results = _Step.apply(runtime, user_tensors, holder, sources, anchor, *tensors)
     positions = [
         i
         for i, spec in enumerate(runtime.outputs)
@@ -137,7 +236,7 @@ def _leads_to_step(outputs: Sequence[torch.Tensor]) -> bool:
     seen = set(left)
     while left:
         node = left.pop()
-        if type(node).__name__ == f"{_Step.__name__}Backward":
+        if _is_step(node):
             return True
         further = {before for before, _ in node.next_functions if before is not None} - seen
         seen |= further

@@ -377,7 +377,9 @@ class GraphRuntime:
                 self._deferred = True
                 step.state, step.eager = self._again(step), False
                 self._run(GraphUse.ALL, "forward", step.state)
-            gradients = self._run_deferred(step.state, grads, flagged, means, keep=keep)
+            pairs = zip(flagged, self.outputs, strict=True)
+            step.only_rows = not any(flag and isinstance(output, Scalar) for flag, output in pairs)
+            gradients = self._run_deferred(step.state, grads, means, only_rows=step.only_rows, keep=keep)
         if self.copies is not None and step.state.copies is not None:
             self.copies.take(step.state.copies, step.state.rows.num_micro_batches)
         if self.switches.observer is not None:
@@ -438,9 +440,9 @@ class GraphRuntime:
         self,
         state: StepState,
         grads: Sequence[torch.Tensor | None],
-        flagged: Sequence[bool],
         means: Sequence[Number],
         *,
+        only_rows: bool,
         keep: bool,
     ) -> list[torch.Tensor | None]:
         state.keep_saved = keep
@@ -454,9 +456,6 @@ class GraphRuntime:
         state.pending = None
         if state.record is not None:
             state.record.stop(complete=True)
-        only_rows = not any(
-            flag and isinstance(output, Scalar) for flag, output in zip(flagged, self.outputs, strict=True)
-        )
         share = self.settings.share(self.world.size)
         return user_gradients(self.inputs, state, self.world.rank, 1.0 / share if only_rows else 1.0)
 

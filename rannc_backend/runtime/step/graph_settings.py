@@ -67,6 +67,7 @@ class TrainingStep:
     eager: bool
     versions: VersionCheck
     changed_by_rank: tuple[str, ...] = ()
+    only_rows: bool = False  # its last backward came to rows alone, and to no scalar
 
 
 def plain_inputs(

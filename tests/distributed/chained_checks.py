@@ -1,0 +1,145 @@
+"""Checks of models that follow each other: the rows of one are an input of the next, whose loss is inside.
+
+In: a context. Out: findings. The reference is one process on the batches of all ranks, which are of one size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import rannc_backend
+from tests.distributed.harness.context import Context
+from tests.distributed.loop_checks import WIDTH
+
+ROWS = 12
+Run = Callable[["_Scene"], list[Tensor]]
+
+
+class Judge(nn.Module):
+    """A discriminator with its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor, label: float) -> Tensor:
+        """The loss of [rows, width]."""
+        scores = self.layers(x).squeeze(-1)
+        return F.binary_cross_entropy_with_logits(scores, torch.full_like(scores, label))
+
+
+class _Scene:
+    """The models of one run: compiled ones on this rank's rows, or plain ones on all rows."""
+
+    def __init__(self, context: Context, *, own: bool) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(context.case.seed)
+        self.context, self.own = context, own
+        makers = [
+            nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)).to(context.dtype)
+            for _ in range(2)
+        ]
+        self.before = nn.Linear(WIDTH, WIDTH).to(context.dtype)
+        self.nets: list[nn.Module] = [*makers, Judge().to(context.dtype)]
+        self.calls: Sequence[Any] = [context.compile(net) if own else net for net in self.nets]
+
+    def rows(self, seed: int) -> Tensor:
+        """[rows, width]."""
+        numbers = torch.Generator().manual_seed(seed)
+        x = torch.randn(ROWS, WIDTH, generator=numbers, dtype=self.context.dtype)
+        return x.tensor_split(self.context.case.world)[self.context.rank].clone() if self.own else x
+
+    def mine(self, tensor: Tensor) -> Tensor:
+        """This rank's rows of what all ranks together have."""
+        return tensor if self.own else tensor.tensor_split(self.context.case.world)[self.context.rank]
+
+    def optimizer(self, *nets: nn.Module) -> torch.optim.Optimizer:
+        """Plain gradient descent: a gradient that is a multiple of the right one shows."""
+        return torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.5)
+
+
+def adversaries(scene: _Scene) -> list[Tensor]:
+    """A generator and a discriminator, and beside its loss a distance of a rank's own rows."""
+    (maker, _, judge), losses = scene.calls, []
+    makes, judges = (scene.optimizer(net) for net in (scene.nets[0], scene.nets[2]))
+    for number in range(2):
+        real, noise = scene.rows(number), scene.rows(10 + number)
+        made = maker(noise)
+        judges.zero_grad()
+        loss = judge(real, 1.0) + judge(made.detach(), 0.0)
+        loss.backward()
+        judges.step()
+        makes.zero_grad()
+        against = judge(made, 1.0)
+        (against + 0.1 * F.l1_loss(made, real)).backward()
+        makes.step()
+        losses += [loss, against]
+    return losses
+
+
+def three_in_a_row(scene: _Scene) -> list[Tensor]:
+    """Three models, and the gradient of what the first is given: that of the global loss."""
+    first, second, judge = scene.calls
+    optimizer, x, found = scene.optimizer(*scene.nets), scene.rows(0).requires_grad_(True), []
+    for number in range(2):
+        optimizer.zero_grad()
+        loss = judge(second(first(x)) + scene.rows(number), 1.0)
+        loss.backward()
+        optimizer.step()
+        found.append(loss)
+    # A loss of the rank's own rows: its gradient is the rank's own too.
+    inner = scene.rows(5).requires_grad_(True)
+    rows = second(first(inner))
+    rows.sum().backward()
+    return [*found, scene.mine(x.grad), scene.mine(inner.grad)]
+
+
+def a_layer_before(scene: _Scene) -> list[Tensor]:
+    """A plain layer that `synchronize` averages, before a model with its loss inside and before one with rows."""
+    first, _, judge = scene.calls
+    layer = rannc_backend.synchronize(scene.before) if scene.own else scene.before
+    optimizer, losses = scene.optimizer(layer, scene.nets[0], scene.nets[2]), []
+    for number in range(3):
+        optimizer.zero_grad()
+        loss = judge(layer(scene.rows(number)), 1.0)
+        (loss + first(layer(scene.rows(number))).pow(2).mean() if number else loss).backward()
+        optimizer.step()
+        losses.append(loss)
+    return [*losses, *layer.parameters()]
+
+
+def chained(context: Context) -> None:
+    """Each of the loops above: what it gives, and the parameters in the end."""
+    for run in (adversaries, three_in_a_row, a_layer_before):
+        own, alone = (_Scene(context, own=own) for own in (True, False))
+        found, wanted = run(own), run(alone)
+        for number, (one, two) in enumerate(zip(found, wanted, strict=True)):
+            context.findings.close(run.__name__, str(number), one.detach(), two.detach(), context.tolerance)
+        for net, plain in zip(own.nets, alone.nets, strict=True):
+            _compare(context, run.__name__, net, plain)
+    _mixed(context)
+
+
+def _compare(context: Context, what: str, net: nn.Module, plain: nn.Module) -> None:
+    wanted = dict(plain.named_parameters())
+    for name, parameter in net.named_parameters():
+        if rannc_backend.is_held(parameter):
+            context.findings.close(
+                what, name, parameter.detach(), wanted[name].detach(), 10 * context.tolerance
+            )
+
+
+def _mixed(context: Context) -> None:
+    """Rows of another model together with a tensor that nobody averages: refused, and the cure works."""
+    scene = _Scene(context, own=True)
+    (maker, _, judge), layer = scene.calls, copy.deepcopy(scene.before)
+    made = maker(scene.rows(0))
+    context.findings.raises("mixed", ("UserInputError",), lambda: judge(layer(made), 1.0))
+    judge(layer(made.detach()), 1.0).backward()
+    judge(rannc_backend.synchronize(layer)(maker(scene.rows(0))), 1.0).backward()
