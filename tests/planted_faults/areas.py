@@ -152,12 +152,14 @@ AREAS = (
     Area(
         name="executor",
         files={
+            "runtime/step/autograd.py": 4,
             "runtime/step/executor.py": 3,
             "runtime/step/graph_runtime.py": 4,
             "runtime/step/user_outputs.py": 1,
         },
         tests=(
-            *unit("runtime/step/graph_runtime", "runtime/step/send_buffers", "runtime/step/rehearsal"),
+            *unit("runtime/step/autograd", "runtime/step/graph_runtime"),
+            *unit("runtime/step/send_buffers", "runtime/step/rehearsal"),
             *STEP,
         ),
     ),

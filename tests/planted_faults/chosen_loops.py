@@ -15,6 +15,34 @@ CHOSEN_LOOPS: tuple[Fault, ...] = tuple(
     Fault(*row)
     for row in (
         (
+            "a-global-loss-is-averaged-again",
+            "runtime/step/autograd.py",
+            "gradient * (share * source.factor)",
+            "gradient",
+            loops("chained-2"),
+        ),
+        (
+            "a-global-loss-is-taken-for-the-ranks-own",
+            "runtime/step/autograd.py",
+            "            node.global_pass = this_pass\n",
+            "            pass\n",
+            loops("chained-2"),
+        ),
+        (
+            "a-layer-that-is-averaged-is-not-noticed",
+            "session_registry.py",
+            "return group is not None and group.is_mean",
+            "return False",
+            loops("chained-2"),
+        ),
+        (
+            "slices-choose-other-graphs",
+            "compiled_call.py",
+            "yield (args, kwargs) if bootstrap.is_alone() else",
+            "yield (args, kwargs) if True else",
+            loops("chained-1,1"),
+        ),
+        (
             "module-hooks-after-the-first-call-are-left-out",
             "capture/first_trace.py",
             "begun.append(weakref.finalize(context, guard_module_hooks()))",

@@ -127,7 +127,7 @@ def _source_of(
             "rannc_backend.synchronize averages, and from a tensor whose gradient is not averaged over ranks",
             cure="call rannc_backend.synchronize(module) for the module that it passes before, or detach one of the two.",
         )
-    return _Source(tuple(steps), factors.pop() if factors else 1.0)
+    return _Source(tuple(steps), *factors)
 
 
 def _first_nodes(tensor: torch.Tensor) -> Iterator[Any]:

@@ -25,6 +25,7 @@ from rannc_backend.runtime.torch_internals import (
     backward_keeps_graph,
     be_first_after_step,
     gradient_hooks,
+    graph_task,
     is_finished,
     num_storage_users,
     on_busy_device,
@@ -93,6 +94,18 @@ def test_backward_knows_whether_its_graph_is_kept() -> None:
     y.backward(retain_graph=True)
     y.backward()
     assert seen == [True, False]
+
+
+def test_each_backward_has_its_number() -> None:
+    """Seen on 2.11 to 2.15."""
+    seen: list[int] = []
+    x = torch.zeros((), requires_grad=True)
+    y = x * 2
+    for tensor in (x, y):
+        tensor.register_hook(lambda _: seen.append(graph_task()))
+    y.backward(retain_graph=True)
+    y.backward()
+    assert seen[0] == seen[1] and seen[2] == seen[3] and len(set(seen)) == 2 and graph_task() not in seen
 
 
 def test_new_tensors_are_told_and_views_and_in_place_results_are_not() -> None:
