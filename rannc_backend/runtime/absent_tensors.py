@@ -17,17 +17,28 @@ torch.func): it sees NaN.
 from __future__ import annotations
 
 import functools
+import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, Literal
 
 import torch
 
-from rannc_backend.errors import ReleasedParameterError, ValueNotMadeError
+from rannc_backend.errors import ReleasedParameterError, ValueNotMadeError, is_of_user
 from rannc_backend.kernels.plain_memory import has_marks
+from rannc_backend.log.logger import say_once
 from rannc_backend.runtime.torch_internals import refuse_memory_access, taken_apart, without_torch_function
 
+logger = logging.getLogger(__name__)
+
 _ATTRIBUTE = "_rannc_absence"
+_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_GRADIENT_READ = (
+    "%s:%d reads p.grad of parameters that are on other ranks, and None here: a norm or sum over all is that of this rank's "
+    "part. torch.nn.utils.clip_grad_norm_ and rannc_backend.named_gradient_norms(model) give it for the whole model."
+)
 
 _PROPERTIES = (
     "device",
@@ -173,6 +184,8 @@ class Absent:
     ) -> Any:
         kwargs = kwargs or {}
         if func in _metadata_functions():
+            if func == _GRADIENT:
+                _note_gradient_read(args[0], sys._getframe(1))
             with without_torch_function():
                 return func(*args, **kwargs)
         tensor = _first_absent((args, kwargs))
@@ -427,6 +440,12 @@ def _foreach_by_owners(func: Callable[..., Any], args: Sequence[Any], kwargs: di
     if kept:
         func(*([arg[place] for place in kept] if any(arg is one for one in lists) else arg for arg in args))
     return args[0]
+
+
+def _note_gradient_read(tensor: torch.Tensor, reader: FrameType) -> None:
+    """Say once that a sum over the gradients of all parameters is none on this rank, where the user's code reads them."""
+    if absence_of(tensor).owners and tensor.requires_grad and is_of_user(reader.f_code.co_filename):
+        say_once(logger, _GRADIENT_READ, reader.f_code.co_filename, reader.f_lineno)
 
 
 def _wants_copy(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from rannc_backend.errors import ReleasedParameterError, ValueNotMadeError
+from rannc_backend.runtime import absent_tensors
 from rannc_backend.runtime.absent_tensors import (
     is_absent,
     make_absent,
@@ -253,6 +254,19 @@ def test_optimizers_pass_over_it(p: nn.Parameter, kind: type[torch.optim.Optimiz
         optimizer.step()
     assert not other.eq(1).any() and p not in optimizer.state or kind is torch.optim.Adagrad
     optimizer.zero_grad(set_to_none=False)
+
+
+def test_code_that_reads_its_gradient_is_told_once_that_it_is_elsewhere(
+    p: nn.Parameter, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(absent_tensors.logger, "filters", [])  # another test may have been told
+    caplog.set_level("INFO")
+    torch.optim.SGD([p], lr=0.1).step()
+    nn.Module.zero_grad(nn.ParameterList([p]))
+    assert not caplog.messages
+    assert p.grad is None and p.grad is None
+    (message,) = caplog.messages
+    assert f"{__file__}:" in message and "rannc_backend.named_gradient_norms(model)" in message
 
 
 def test_a_load_leaves_it_as_it_is(p: nn.Parameter) -> None:
