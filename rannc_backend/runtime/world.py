@@ -11,11 +11,13 @@ one channel arrive in the order sent.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rannc_backend.ir.updates import Ranks as Ranks
 from rannc_backend.kernels.message_layout import MessageLayout
@@ -302,6 +304,7 @@ class World:
         launcher: "mpi", "torchrun", "user" (torch.distributed was already initialised) or "single".
         device_problem: what is wrong with the settings of this rank's device, in a sentence; "" where nothing
         is. The first step says it.
+        rows_given: memory of the rows that compiled models gave the user lately.
     """
 
     rank: int
@@ -316,6 +319,7 @@ class World:
     runs_behind: bool = False
     counts: StepCounts = field(default_factory=StepCounts)
     device_problem: str = ""
+    rows_given: deque[StorageWeakRef] = field(default_factory=lambda: deque(maxlen=64))
 
     def has_least_to_do(self) -> bool:
         """Whether this is the rank of its host that works for the host where one is enough: not the first,

@@ -15,18 +15,24 @@ each sample belongs to one rank.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rannc_backend.errors import UnsupportedModelError, UserInputError
+from rannc_backend.log.logger import say_once
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime
 from rannc_backend.runtime.step.graph_settings import TrainingStep
 from rannc_backend.runtime.torch_internals import backward_keeps_graph, graph_task
+from rannc_backend.runtime.world import World
 from rannc_backend.settings import hooks
+
+logger = logging.getLogger(__name__)
 
 
 class _Step(torch.autograd.Function):
@@ -50,6 +56,9 @@ class _Step(torch.autograd.Function):
             for i, spec in enumerate(runtime.outputs)
             if spec.differentiable and isinstance(outputs[i], torch.Tensor)
         ]
+        runtime.world.rows_given.extend(
+            StorageWeakRef(outputs[i].untyped_storage()) for i in ctx.positions if outputs[i].dim()
+        )
         ctx.num_outputs = len(outputs)
         ctx.set_materialize_grads(False)
         # Autograd's own error for a second backward without retain_graph comes from reading a saved tensor.
@@ -130,6 +139,19 @@ def _source_of(
     return _Source(tuple(steps), *factors)
 
 
+def _tell_of_detached(name: str, tensor: torch.Tensor, world: World) -> None:
+    """Say once what to do with the gradient of rows that were detached between two models."""
+    if StorageWeakRef(tensor.untyped_storage()) in world.rows_given:
+        say_once(
+            logger,
+            "the input %r of a compiled model is detached from rows of another one. Its gradient is that of the global loss, and "
+            "rows.backward(gradient) takes the mean over ranks of each rank's own: pass it %d times the gradient, or leave the "
+            "rows attached.",
+            name,
+            world.size,
+        )
+
+
 def _first_nodes(tensor: torch.Tensor) -> Iterator[Any]:
     """Behind a tensor: calls of compiled models, and leaves that want a gradient."""
     if tensor.grad_fn is None:
@@ -176,6 +198,9 @@ def call_training(
         if spec.requires_grad
     ]
     num_ranks = runtime.world.size
+    for name, tensor in differentiable if num_ranks > 1 and runtime.loss_index is not None else ():
+        if tensor.grad_fn is None:
+            _tell_of_detached(name, tensor, runtime.world)
     sources = [
         _Source() if num_ranks == 1 else _source_of(name, tensor, num_ranks, is_averaged)
         for name, tensor in differentiable

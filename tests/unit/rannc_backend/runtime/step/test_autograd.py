@@ -4,6 +4,7 @@ that follow each other give each other.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rannc_backend.errors import UserInputError
+from rannc_backend.runtime.step import autograd
 from rannc_backend.runtime.step.autograd import call_training, refuse_gradients_by_name
 
 WAYS: dict[str, Callable[[Any], Any]] = {
@@ -37,6 +40,9 @@ def test_gradients_of_other_models_are_torchs(of: str, by: str, create_graph: bo
     assert gradient.tolist() == [3.0, 12.0] and gradient.requires_grad is create_graph
 
 
+ROWS_GIVEN: deque[StorageWeakRef] = deque(maxlen=64)
+
+
 @dataclass
 class PlayedRuntime:
     """One rank's part of a model that multiplies its input by ``number``: it gives rows, or the global loss."""
@@ -51,7 +57,8 @@ class PlayedRuntime:
         share = 1.0 / self.num_ranks if self.averages else 1.0
         self.inputs = [SimpleNamespace(name="x", requires_grad=True)]
         self.outputs = [SimpleNamespace(differentiable=True)]
-        self.world: Any = SimpleNamespace(size=self.num_ranks)
+        self.loss_index = 0 if self.gives_loss else None
+        self.world: Any = SimpleNamespace(size=self.num_ranks, rows_given=ROWS_GIVEN)
         self.settings: Any = SimpleNamespace(share=lambda size: share)
         self.switches: Any = SimpleNamespace(keep_graph=True)
 
@@ -134,3 +141,23 @@ def test_what_is_averaged_in_part_is_refused() -> None:
         assert "rannc_backend.synchronize(module)" in str(caught.value)
     loss(rows(_leaf()) * weight, weight).backward()
     assert rows.came == [10.0]
+
+
+def test_rows_that_are_detached_between_models_are_told_of_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autograd.logger, "filters", [])
+    caplog.set_level("INFO")
+    rows, loss, x = PlayedRuntime(3.0), PlayedRuntime(5.0, gives_loss=True), _leaf()
+    loss(rows(x))
+    loss(_leaf())
+    assert not caplog.messages
+    made = rows(x)
+    for _ in range(2):
+        leaf = made.detach().requires_grad_()
+        loss(leaf).backward()
+    assert leaf.grad is not None
+    (message,) = caplog.messages
+    assert "pass it 2 times the gradient" in message
+    made.backward(2 * leaf.grad)  # the cure
+    assert x.grad is not None and x.grad.tolist() == [30.0]
