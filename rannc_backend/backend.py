@@ -487,7 +487,7 @@ hooks.install(
             ),
             REGISTRY.over_defaults,
         ),
-        lambda: refuse_wrappers(REGISTRY.has_spread),
+        lambda: refuse_wrappers(REGISTRY.has_spread, REGISTRY.note_averaged),
         lambda: begin_symbolically(_is_rannc, before=_before_compilation, after=_after_compilation),
     )
 )

@@ -142,11 +142,14 @@ def refuse_gathered(is_gathered: bool) -> None:
         )
 
 
-def refuse_wrappers(is_planned: Callable[[nn.Module], bool]) -> Callable[[], None]:
+def refuse_wrappers(
+    is_planned: Callable[[nn.Module], bool], note_averaged: Callable[[nn.Module], None]
+) -> Callable[[], None]:
     """From now on, modules that make replicas or shards cannot be made of a compiled model; gives what ends
     this.
 
-    ``is_planned``: whether a module has parameters of a model that is spread over ranks.
+    ``is_planned``: whether a module has parameters of a model that is spread over ranks. ``note_averaged``: is told of
+    other modules whose gradients become means over ranks.
     """
 
     def registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
@@ -154,6 +157,8 @@ def refuse_wrappers(is_planned: Callable[[nn.Module], bool]) -> Callable[[], Non
         if wrapper and submodule is not None and not bootstrap.is_alone():
             if any(is_compiled(part) for part in submodule.modules()) or is_planned(submodule):
                 raise WrappedModelError(wrapper)
+        if wrapper == "DistributedDataParallel" and submodule is not None:
+            note_averaged(submodule)
 
     return hooks.register("wrappers", register_module_module_registration_hook, registered)
 

@@ -74,6 +74,9 @@ class SessionRegistry:
     synchronized: WeakTensorKeyDictionary = field(
         default_factory=WeakTensorKeyDictionary
     )  # see synchronized_modules.py
+    averaged: WeakTensorKeyDictionary = field(
+        default_factory=WeakTensorKeyDictionary
+    )  # parameters of modules in DistributedDataParallel
     ends: tuple[
         Callable[[], None], ...
     ] = ()  # of what optimizers, GradScalers and torch's clipping of gradients do over ranks until then
@@ -180,12 +183,17 @@ class SessionRegistry:
 
     def is_synchronized(self, parameter: torch.Tensor) -> bool:
         """Whether the gradients of a parameter outside of compiled models are averaged over ranks."""
-        return parameter in self.synchronized
+        return parameter in self.synchronized or parameter in self.averaged
+
+    def note_averaged(self, module: nn.Module) -> None:
+        """DistributedDataParallel has taken a module."""
+        for parameter in module.parameters():
+            self.averaged[parameter] = True
 
     def is_averaged(self, parameter: torch.Tensor) -> bool:
         """Whether these become means, not sums."""
         group = self.synchronized.get(parameter)
-        return group is not None and group.is_mean
+        return parameter in self.averaged if group is None else group.is_mean
 
     def refuse_copy(self, model: object) -> None:
         """Raises UserInputError where a model is a copy of a planned one: its parameters are on the ranks of that one's

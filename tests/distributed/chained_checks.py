@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import rannc_backend
 from tests.distributed.harness.context import Context
@@ -102,8 +103,17 @@ def three_in_a_row(scene: _Scene) -> list[Tensor]:
 
 def a_layer_before(scene: _Scene) -> list[Tensor]:
     """A plain layer that `synchronize` averages, before a model with its loss inside and before one with rows."""
+    return _with_layer(scene, rannc_backend.synchronize(scene.before) if scene.own else scene.before)
+
+
+def a_layer_in_ddp(scene: _Scene) -> list[Tensor]:
+    """The same, averaged by torch."""
+    rannc_backend.init()
+    return _with_layer(scene, DistributedDataParallel(scene.before) if scene.own else scene.before)
+
+
+def _with_layer(scene: _Scene, layer: nn.Module) -> list[Tensor]:
     first, _, judge = scene.calls
-    layer = rannc_backend.synchronize(scene.before) if scene.own else scene.before
     optimizer, losses = scene.optimizer(layer, scene.nets[0], scene.nets[2]), []
     for number in range(3):
         optimizer.zero_grad()
@@ -111,12 +121,12 @@ def a_layer_before(scene: _Scene) -> list[Tensor]:
         (loss + first(layer(scene.rows(number))).pow(2).mean() if number else loss).backward()
         optimizer.step()
         losses.append(loss)
-    return [*losses, *layer.parameters()]
+    return [*losses, *scene.before.parameters()]
 
 
 def chained(context: Context) -> None:
     """Each of the loops above: what it gives, and the parameters in the end."""
-    for run in (adversaries, three_in_a_row, a_layer_before):
+    for run in (adversaries, three_in_a_row, a_layer_before, a_layer_in_ddp):
         own, alone = (_Scene(context, own=own) for own in (True, False))
         found, wanted = run(own), run(alone)
         for number, (one, two) in enumerate(zip(found, wanted, strict=True)):

@@ -31,8 +31,15 @@ CHOSEN_LOOPS: tuple[Fault, ...] = tuple(
         (
             "a-layer-that-is-averaged-is-not-noticed",
             "session_registry.py",
-            "return group is not None and group.is_mean",
-            "return False",
+            "return parameter in self.averaged if group is None else group.is_mean",
+            "return parameter in self.averaged",
+            loops("chained-2"),
+        ),
+        (
+            "a-layer-in-ddp-is-not-noticed",
+            "session_registry.py",
+            "            self.averaged[parameter] = True\n",
+            "            pass\n",
             loops("chained-2"),
         ),
         (

@@ -133,7 +133,7 @@ def _source_of(
     if len(factors) > 1:
         raise UserInputError(
             f"the input {name!r} of a compiled model is computed from rows of another compiled model, or by a module that "
-            "rannc_backend.synchronize averages, and from a tensor whose gradient is not averaged over ranks",
+            "rannc_backend.synchronize or DistributedDataParallel averages, and from a tensor whose gradient is not averaged over ranks",
             cure="call rannc_backend.synchronize(module) for the module that it passes before, or detach one of the two.",
         )
     return _Source(tuple(steps), *factors)
