@@ -237,18 +237,20 @@ def gated(
 def _whole_memory(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The arguments, with a copy of each tensor that does not begin where its memory does.
+    """The arguments, with a contiguous copy of each tensor that is not, or that does not begin where its memory does.
 
-    Once a size has changed, Dynamo guards where a tensor begins: with slices of one batch (``x[rank * n:][:n]``) ranks would
-    choose different graphs. What the call writes into a copy is written to the user's tensor in the end.
+    Dynamo guards strides and, once a size has changed, where a tensor begins: with slices of one batch
+    (``x[rank * n:][:n]``) ranks would choose different graphs. Of what this gives, both are the same on all ranks. What the
+    call writes into a copy is written to the user's tensor in the end.
     """
     copies: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
     def whole(value: Any) -> Any:
         kind = type(value)
-        if kind is torch.Tensor and value.layout == torch.strided and value.storage_offset():
+        is_plain = kind is torch.Tensor and value.layout == torch.strided
+        if is_plain and (value.storage_offset() or not value.is_contiguous()):
             if id(value) not in copies:
-                copy = value.clone()
+                copy = value.clone(memory_format=torch.contiguous_format)
                 copies[id(value)] = value, copy, copy._version
             return copies[id(value)][1]
         if kind in (tuple, list, dict):

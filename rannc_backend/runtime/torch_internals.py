@@ -87,6 +87,13 @@ def graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
+def function_of(node: Any) -> type | None:
+    """The `torch.autograd.Function` that a node of autograd's graph belongs to; None for torch's own nodes. A class is told
+    from another one of its name. Seen on 2.11 to 2.15.
+    """
+    return getattr(node, "_forward_cls", None)
+
+
 class NewTensors(TorchDispatchMode):
     """Context manager that calls ``made`` with each tensor that an ATen operator returns in memory of its
     own.

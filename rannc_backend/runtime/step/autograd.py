@@ -28,7 +28,7 @@ from rannc_backend.log.logger import say_once
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime
 from rannc_backend.runtime.step.graph_settings import TrainingStep
-from rannc_backend.runtime.torch_internals import backward_keeps_graph, graph_task
+from rannc_backend.runtime.torch_internals import backward_keeps_graph, function_of, graph_task
 from rannc_backend.runtime.world import World
 from rannc_backend.settings import hooks
 
@@ -56,9 +56,6 @@ class _Step(torch.autograd.Function):
             for i, spec in enumerate(runtime.outputs)
             if spec.differentiable and isinstance(outputs[i], torch.Tensor)
         ]
-        runtime.world.rows_given.extend(
-            StorageWeakRef(outputs[i].untyped_storage()) for i in ctx.positions if outputs[i].dim()
-        )
         ctx.num_outputs = len(outputs)
         ctx.set_materialize_grads(False)
         # Autograd's own error for a second backward without retain_graph comes from reading a saved tensor.
@@ -139,17 +136,18 @@ def _source_of(
     return _Source(tuple(steps), *factors)
 
 
-def _tell_of_detached(name: str, tensor: torch.Tensor, world: World) -> None:
+def _tell_of_detached(inputs: Sequence[tuple[str, torch.Tensor]], world: World) -> None:
     """Say once what to do with the gradient of rows that were detached between two models."""
-    if StorageWeakRef(tensor.untyped_storage()) in world.rows_given:
-        say_once(
-            logger,
-            "the input %r of a compiled model is detached from rows of another one. Its gradient is that of the global loss, and "
-            "rows.backward(gradient) takes the mean over ranks of each rank's own: pass it %d times the gradient, or leave the "
-            "rows attached.",
-            name,
-            world.size,
-        )
+    for name, tensor in inputs:
+        if tensor.grad_fn is None and StorageWeakRef(tensor.untyped_storage()) in world.rows_given:
+            say_once(
+                logger,
+                "the input %r of a compiled model is detached from rows of another one. Its gradient is that of the global loss, "
+                "and rows.backward(gradient) takes the mean over ranks of each rank's own: pass it %d times the gradient, or "
+                "leave the rows attached.",
+                name,
+                world.size,
+            )
 
 
 def _first_nodes(tensor: torch.Tensor) -> Iterator[Any]:
@@ -157,13 +155,14 @@ def _first_nodes(tensor: torch.Tensor) -> Iterator[Any]:
     if tensor.grad_fn is None:
         yield tensor
         return
-    left, seen = [tensor.grad_fn], {tensor.grad_fn}
+    left: list[Any] = [tensor.grad_fn]
+    seen = set(left)
     while left:
         node = left.pop()
         if _is_step(node):
             yield node
-        elif (leaf := getattr(node, "variable", None)) is not None:
-            yield leaf
+        elif type(node).__name__ == "AccumulateGrad":
+            yield node.variable
         else:
             further = {before for before, _ in node.next_functions if before is not None} - seen
             seen |= further
@@ -171,7 +170,7 @@ def _first_nodes(tensor: torch.Tensor) -> Iterator[Any]:
 
 
 def _is_step(node: Any) -> bool:
-    return type(node).__name__ == f"{_Step.__name__}Backward"
+    return function_of(node) is _Step
 
 
 def _twice_differentiated() -> UnsupportedModelError:
@@ -197,17 +196,17 @@ def call_training(
         for spec, tensor in zip(runtime.inputs, user_tensors, strict=True)
         if spec.requires_grad
     ]
-    num_ranks = runtime.world.size
-    for name, tensor in differentiable if num_ranks > 1 and runtime.loss_index is not None else ():
-        if tensor.grad_fn is None:
-            _tell_of_detached(name, tensor, runtime.world)
-    sources = [
-        _Source() if num_ranks == 1 else _source_of(name, tensor, num_ranks, is_averaged)
-        for name, tensor in differentiable
-    ]
+    sources = [_Source()] * len(differentiable)
+    world = runtime.world
+    if world.size > 1:
+        if runtime.loss_index is not None:
+            _tell_of_detached(differentiable, world)
+        sources = [_source_of(name, tensor, world.size, is_averaged) for name, tensor in differentiable]
     holder: list[Any] = []
     tensors = [tensor for _, tensor in differentiable]
     results = _Step.apply(runtime, user_tensors, holder, sources, anchor, *tensors)
+    if world.size > 1:
+        world.rows_given.extend(StorageWeakRef(rows.untyped_storage()) for rows in results if rows.dim())
     positions = [
         i
         for i, spec in enumerate(runtime.outputs)
@@ -257,13 +256,4 @@ def _tensors_in(values: Any) -> list[torch.Tensor]:
 
 def _leads_to_step(outputs: Sequence[torch.Tensor]) -> bool:
     """Whether a call of a compiled model is among what the outputs were computed from."""
-    left = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(left)
-    while left:
-        node = left.pop()
-        if _is_step(node):
-            return True
-        further = {before for before, _ in node.next_functions if before is not None} - seen
-        seen |= further
-        left += further
-    return False
+    return any(_is_step(node) for output in outputs for node in _first_nodes(output))

@@ -41,6 +41,16 @@ def test_slices_begin_their_memory_with_the_same_values_and_gradients() -> None:
     assert whole.grad is not None and whole.grad.tolist() == [0, 0, 2, 2, 2, 2]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_have_the_same_strides(rank: int) -> None:
+    batch = torch.arange(24.0).reshape(6, 4)
+    args, _ = _given(batch[3 * rank :][:3, 1:], batch[3 * rank :][:3, :-1], batch.t()[:, 3 * rank :][:, :3])
+    assert [each.stride() for each in args] == [(3, 1), (3, 1), (3, 1)]
+    assert all(each.storage_offset() == 0 for each in args) and torch.equal(
+        args[2], batch[3 * rank :][:3].t()
+    )
+
+
 def test_what_a_call_writes_is_written_to_the_slice() -> None:
     whole = torch.zeros(6)
     read, written = whole[1:3], whole[3:]

@@ -24,6 +24,7 @@ from rannc_backend.runtime.torch_internals import (
     accumulation_hooks,
     backward_keeps_graph,
     be_first_after_step,
+    function_of,
     gradient_hooks,
     graph_task,
     is_finished,
@@ -94,6 +95,23 @@ def test_backward_knows_whether_its_graph_is_kept() -> None:
     y.backward(retain_graph=True)
     y.backward()
     assert seen == [True, False]
+
+
+def test_nodes_know_the_function_that_they_belong_to() -> None:
+    """Seen on 2.11 to 2.15."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            return 2 * grad
+
+    y = Twice.apply(torch.zeros((), requires_grad=True))
+    assert function_of(y.grad_fn) is Twice
+    assert function_of((2 * y).grad_fn) is function_of(y) is None
 
 
 def test_each_backward_has_its_number() -> None:

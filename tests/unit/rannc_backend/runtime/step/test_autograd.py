@@ -161,3 +161,22 @@ def test_rows_that_are_detached_between_models_are_told_of_once(
     assert "pass it 2 times the gradient" in message
     made.backward(2 * leaf.grad)  # the cure
     assert x.grad is not None and x.grad.tolist() == [30.0]
+
+
+class _Step(torch.autograd.Function):
+    """A function of the user's, of the same name as ours, that keeps something under a name that torch's nodes have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.variable = x.detach()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+def test_functions_of_the_users_are_passed_through() -> None:
+    rows, loss = PlayedRuntime(3.0), PlayedRuntime(5.0, gives_loss=True)
+    loss(_Step.apply(rows(_leaf()))).backward()
+    assert rows.came == [10.0]
