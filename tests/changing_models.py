@@ -206,6 +206,84 @@ class Quantized(nn.Module):
         return self.last(self.way(3 * self.first(x))).pow(2).mean()
 
 
+def _shrink(weight: nn.Parameter) -> None:
+    weight.data.clamp_(-0.3, 0.3)
+
+
+def _normalize(weight: nn.Parameter) -> None:
+    weight.data = F.normalize(weight.data, dim=1)
+
+
+def _normalize_in_data(weight: nn.Parameter) -> None:
+    weight.data.copy_(F.normalize(weight.data, dim=1))
+
+
+def _forget_a_row(weight: nn.Parameter) -> None:
+    weight.data[0].zero_()
+
+
+def _shrink_detached(weight: nn.Parameter) -> None:
+    weight.detach().mul_(0.9)
+
+
+#: Ways of changing a parameter that gets a gradient from what it is used for then.
+TRAINED: dict[str, Callable[[nn.Parameter], None]] = {
+    "clamp": _shrink,
+    "new data": _normalize,
+    "copy": _normalize_in_data,
+    "row": _forget_a_row,
+    "detached": _shrink_detached,
+}
+
+
+def _own_data(weight: nn.Parameter) -> None:
+    weight.data = weight.data
+
+
+def _own_dtype(weight: nn.Parameter) -> None:
+    weight.data = weight.data.to(weight.dtype)
+
+
+def _own_values(weight: nn.Parameter) -> None:
+    weight.data = weight.detach()
+
+
+#: Ways that change nothing, as libraries write them that move a parameter to where its input is.
+UNCHANGED: dict[str, Callable[[nn.Parameter], None]] = {
+    "data": _own_data,
+    "to": _own_dtype,
+    "detached": _own_values,
+}
+
+
+class Prototypes(nn.Module):
+    """Cosine-like products with rows that are changed first, or after a view of them was made."""
+
+    def __init__(self, way: Callable[[nn.Parameter], None], *, view_first: bool = False) -> None:
+        super().__init__()
+        self.way, self.view_first = way, view_first
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.rows = nn.Parameter(torch.linspace(-1.0, 1.0, NUM_CODES * WIDTH).view(NUM_CODES, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.rows.t() if self.view_first else None
+        self.way(self.rows)
+        return (self.first(x) @ (self.rows.t() if rows is None else rows)).pow(2).mean()
+
+
+class Teacher(nn.Module):
+    """An average of a layer that could be trained, whose results are detached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            key.data.mul_(0.9).add_(query.data, alpha=0.1)
+        return F.mse_loss(self.query(x), self.key(x).detach())
+
+
 class Codebook(nn.Module):
     """Vector quantisation by moving averages, whose parameters are new ones in each step and get no gradient."""
 
@@ -311,4 +389,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "adversarial as written": lambda: Adversarial(decides=True),
     "episode": Episode,
     "rounded": lambda: Quantized(_round_in_data),
+    "teacher": Teacher,
+    "own data": lambda: Prototypes(UNCHANGED["data"]),
 }

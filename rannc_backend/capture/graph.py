@@ -320,7 +320,7 @@ def captured_of(
     graph = trace.graph_module.graph
     inputs = named_inputs(graph, tensors, batch_positions, len(lengths.hints))
     inputs = with_buffers(graph, inputs, trace.mutated, trace.num_user_outputs)
-    updates = buffer_updates(inputs, trace.mutated)
+    updates = buffer_updates(graph, inputs, trace.mutated, trace.num_user_outputs)
     names = {item.position: item.name for item in inputs}
     found = []
     for index, (symbol, hint) in enumerate(zip(trace.length_symbols, lengths.hints, strict=True)):

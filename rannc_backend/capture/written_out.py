@@ -190,12 +190,15 @@ class DetachedWrites(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._inputs: frozenset[int] = frozenset()  # their memory
+        self._trained: dict[int, Tensor] = {}  # inputs with a gradient, by memory
+        self._before: dict[int, Tensor] = {}  # what those had that are written to, by their id
         self._detached: dict[int, Tensor] = {}  # by id, which is theirs as long as they are here
         self._hiding: set[int] = set()  # memory of values that have a gradient
 
     def begin(self, inputs: Sequence[Tensor]) -> None:
         """The inputs of the graph, whose changes it gives."""
         self._inputs = frozenset(map(_memory, inputs))
+        self._trained = {_memory(tensor): tensor for tensor in inputs if tensor.requires_grad}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -217,6 +220,11 @@ class DetachedWrites(TorchFunctionMode):
                     raise _hidden_write()
                 if not torch.is_grad_enabled() or all(id(tensor) in self._detached for tensor in written):
                     args, kwargs = pytree.tree_map_only(Tensor, _detached, (args, kwargs))
+                for tensor in written:
+                    if _memory(tensor) in self._trained:
+                        self._keep(self._trained[_memory(tensor)])
+        elif self._before and func not in DETACHING and torch.is_grad_enabled():
+            args, kwargs = pytree.tree_map_only(Tensor, self._with_gradient, (args, kwargs))
         result = func(*args, **kwargs)
         if func in DETACHING:
             self._note(result)
@@ -232,9 +240,31 @@ class DetachedWrites(TorchFunctionMode):
     def _note(self, tensor: Tensor) -> None:
         self._detached[id(tensor)] = tensor
 
+    def _keep(self, tensor: Tensor) -> None:
+        """What a trained input has before the first write to it."""
+        if id(tensor) not in self._before:
+            with torch.enable_grad():
+                self._before[id(tensor)] = tensor.clone()
+
+    def _with_gradient(self, tensor: Tensor) -> Tensor:
+        """A trained input that has been written to, as autograd has it: its new values, and the gradient goes to it. The
+        graph has the write in between, at which the gradient would end.
+        """
+        before = self._before.get(id(tensor))
+        if before is not None:
+            return tensor.detach() + (before - before.detach())
+        source = self._trained.get(_memory(tensor)) if tensor.requires_grad else None
+        if source is not None and id(source) in self._before:
+            raise _hidden_write()  # a view from before
+        return tensor
+
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
+        if _is_same_view(tensor, value):
+            return
         if tensor.requires_grad and _memory(tensor) not in self._inputs:
             raise _hidden_write()
+        if self._trained.get(_memory(tensor)) is tensor:
+            self._keep(tensor)
         with torch.no_grad():
             tensor.set_(value.detach())  # type: ignore[call-overload]
 
@@ -253,6 +283,15 @@ def _detached(tensor: Tensor) -> Tensor:
 def _memory(tensor: Tensor) -> int:
     """What is equal for views of the same memory, also in a functional trace."""
     return int((tensor.elem if isinstance(tensor, FunctionalTensor) else tensor).untyped_storage()._cdata)
+
+
+def _is_same_view(tensor: Tensor, other: Tensor) -> bool:
+    """Whether the other tensor is what `tensor.data` gives, as `x.data = x.data.to(device)` has it."""
+    return (
+        _memory(tensor) == _memory(other)
+        and (tensor.dtype, tensor.shape, tensor.stride()) == (other.dtype, other.shape, other.stride())
+        and tensor.storage_offset() == other.storage_offset()
+    )
 
 
 def check_own_memory(tensor: Tensor, inputs: Sequence[Tensor]) -> None:

@@ -60,6 +60,27 @@ CHOSEN_CHANGING: tuple[Fault, ...] = tuple(
             _TESTS,
         ),
         (
+            "changed-parameters-lose-their-gradient",
+            "capture/written_out.py",
+            "return tensor.detach() + (before - before.detach())",
+            "return tensor",
+            _TESTS,
+        ),
+        (
+            "views-of-changed-parameters-lose-their-gradient",
+            "capture/written_out.py",
+            "raise _hidden_write()  # a view from before",
+            "return tensor",
+            _TESTS,
+        ),
+        (
+            "own-data-are-a-change",
+            "capture/written_out.py",
+            "        if _is_same_view(tensor, value):\n            return\n",
+            "",
+            _TESTS,
+        ),
+        (
             "kept-module-averages-of-equal-numbers",
             "capture/nonstrict/kept_operators.py",
             "0.01 + 0.001 * (place % 64)",

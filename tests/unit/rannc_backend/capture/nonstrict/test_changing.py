@@ -13,7 +13,19 @@ from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.capture.nonstrict.arguments import call_of
 from rannc_backend.capture.nonstrict.captures import capture_call
 from rannc_backend.errors import UnsupportedModelError
-from tests.changing_models import FILLED, HIDDEN, MODELS, WAYS, Adversarial, Momentum, Quantized, batch
+from tests.changing_models import (
+    FILLED,
+    HIDDEN,
+    MODELS,
+    TRAINED,
+    UNCHANGED,
+    WAYS,
+    Adversarial,
+    Momentum,
+    Prototypes,
+    Quantized,
+    batch,
+)
 from tests.default_dtype import float64
 
 CAPTURES = ("dynamo", "nonstrict", "as written")
@@ -110,6 +122,44 @@ def test_a_new_parameter_in_place_of_a_trained_one_is_refused(first: bool) -> No
         UnsupportedModelError, match="new parameter in place of query.weight, which is trained"
     ):
         capture_call(model, call_of(model, (batch(6).float(),), {}))
+
+
+@pytest.mark.parametrize(
+    ("way", "capture"), [*((way, "auto") for way in TRAINED), ("clamp", "dynamo"), ("clamp", "nonstrict")]
+)
+def test_a_trained_parameter_that_is_changed_by_its_data_is_refused(way: str, capture: str) -> None:
+    """Not taken for one without a gradient, which the change would make of it in a graph."""
+    options = {"stage_compiler": "eager", "capture": capture}
+    compiled = torch.compile(Prototypes(TRAINED[way]), backend="rannc", options=options)
+    with pytest.raises(UnsupportedModelError, match="changes the parameter rows, which is trained") as found:
+        compiled(batch(6).float())
+    assert "changing_models.py" in found.value.location
+
+
+@pytest.mark.parametrize("capture", ["dynamo", "nonstrict"])
+def test_a_view_from_before_a_trained_parameter_is_changed_is_refused(capture: str) -> None:
+    options = {"stage_compiler": "eager", "capture": capture}
+    model = Prototypes(TRAINED["clamp"], view_first=True)
+    with pytest.raises(UnsupportedModelError, match="by way of x.data"):
+        torch.compile(model, backend="rannc", options=options)(batch(6).float())
+
+
+@pytest.mark.parametrize("way", UNCHANGED)
+def test_a_parameter_whose_data_are_set_to_its_own_is_trained(way: str) -> None:
+    with float64():
+        _check(Prototypes(UNCHANGED[way]))
+
+
+def test_what_replaces_the_change_of_a_trained_parameter_works() -> None:
+    """As the error says."""
+
+    class Straight(Prototypes):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = self.rows + (self.rows.clamp(-0.3, 0.3) - self.rows).detach()
+            return (self.first(x) @ rows.t()).pow(2).mean()
+
+    with float64():
+        _check(Straight(TRAINED["clamp"]))
 
 
 def test_len_of_a_tensor_is_its_batch_size() -> None:
