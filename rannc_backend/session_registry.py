@@ -98,17 +98,18 @@ class SessionRegistry:
             refuse_other_count(world.size)
             if world.rank == 0:
                 mention_untried_torch(torch.__version__)
-            if world.size > 1 and not self.ends:
+            if not self.ends:
+                self.ends = (refuse_gradients_by_name(self.tables),)
+            if world.size > 1 and self.watch is None:
                 self.watch = OptimizerWatch(
                     world, self.tables, self.is_synchronized, lambda: self.checks_optimizers
                 )
                 self.states = OptimizerStates(
                     world, self.tables, lambda: self.gives_all_states, lambda each: each in self.optimizers
                 )
-                self.ends = (
+                self.ends += (
                     unscale_over_ranks(world, self.tables),
                     norms_over_ranks(self.tables),
-                    refuse_gradients_by_name(self.tables),
                     self.watch.install(),
                     self.states.install(),
                 )

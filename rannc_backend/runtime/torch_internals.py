@@ -87,6 +87,14 @@ def graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
+def is_asked_for(tensor: torch.Tensor) -> Callable[[], bool]:
+    """What says, while a backward runs, whether it makes the gradient of a leaf: `torch.autograd.grad` by other tensors and
+    ``backward(inputs=...)`` do not. Seen on 2.11 to 2.15.
+    """
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    return lambda: torch._C._will_engine_execute_node(node)
+
+
 def function_of(node: Any) -> type | None:
     """The `torch.autograd.Function` that a node of autograd's graph belongs to; None for torch's own nodes. A class is told
     from another one of its name. Seen on 2.11 to 2.15.

@@ -192,6 +192,10 @@ HOOKS = (
         until=_ENDS_BY_CALL, why="gradients of parameters of a compiled model do not pass through autograd",
     ),
     Hook(
+        name="backward by name", what="`torch.autograd.backward`", by="runtime.step.autograd", when=AT_MODEL,
+        until=_ENDS_BY_CALL, why="`backward(inputs=...)` by parameters of a compiled model would do nothing",
+    ),
+    Hook(
         name="optimizer states",
         what="`torch.optim.Optimizer.state_dict`, `load_state_dict`",
         by="runtime.torch_internals",

@@ -130,9 +130,44 @@ def by_name(context: Context) -> None:
             "by name", ("UserInputError",), partial(torch.autograd.grad, loss, given)
         )
         context.findings.that("call backward()" in str(found), f"another error: {found}")
+    inputs = list(net.parameters())
+    context.findings.raises("by inputs", ("UserInputError",), lambda: loss.backward(inputs=inputs))
     scale = torch.ones(1, requires_grad=True)
     (slope,) = torch.autograd.grad((3 * scale).sum(), scale)
     context.findings.that(float(slope) == 3.0, f"a plain gradient is {slope}")
+    _by_inputs(context)
+
+
+def _by_inputs(context: Context) -> None:
+    """Gradients of inputs alone leave those of parameters as they are, on all ranks; others of an earlier graph add up."""
+    torch._dynamo.reset()
+    net, alone = _net(context), _net(context)
+    net.norm, alone.norm = nn.Identity(), nn.Identity()  # no statistics over rows
+    call = context.compile(net)
+    for number, keeps in enumerate((False, True, False)):
+        (x, labels), (all_x, all_labels) = (_rows(context, number, own=own) for own in (True, False))
+        slopes = []
+        for model, given, wanted in ((call, x, labels), (alone, all_x, all_labels)):
+            given = given.requires_grad_()
+            loss = model(given, wanted)
+            if number == 2:
+                loss.backward(inputs=[given])
+                slopes.append(given.grad)
+            else:
+                slopes += torch.autograd.grad(loss, given, retain_graph=keeps)
+            if keeps:
+                loss.backward()
+        expected = slopes[1].tensor_split(context.case.world)[context.rank]
+        error = float((slopes[0] - expected).abs().max())
+        context.findings.that(error < 1e-12, f"gradients of inputs are off by {error} in step {number}")
+        for name, parameter in net.named_parameters():
+            found, wanted = parameter.grad, dict(alone.named_parameters())[name].grad
+            if not rannc_backend.is_held(parameter):
+                continue
+            context.findings.that((found is None) == (wanted is None), f"{name} has {found} in step {number}")
+            if found is not None and wanted is not None:
+                error = float((found - wanted).abs().max())
+                context.findings.that(error < 1e-12, f"{name} is off by {error} in step {number}")
 
 
 def scaled(context: Context) -> None:

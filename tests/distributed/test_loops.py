@@ -65,6 +65,7 @@ CASES = (
     _case("in_closure", "1,1"),
     _case("in_closure", "2", options={"zero_stage": 1}),
     _case("by_name", "1,1"),
+    _case("by_name", "2"),
     _case("scaled", "1,1"),
     _case("workers", "1,1"),
     _case("unfrozen", "1,1"),

@@ -15,6 +15,20 @@ CHOSEN_LOOPS: tuple[Fault, ...] = tuple(
     Fault(*row)
     for row in (
         (
+            "gradients-of-inputs-bring-those-of-parameters",
+            "runtime/step/autograd.py",
+            "        step.publishes = ctx.publishes()\n",
+            "",
+            loops("by_name-1,1"),
+        ),
+        (
+            "gradients-of-inputs-bring-those-that-are-kept",
+            "runtime/step/graph_runtime.py",
+            "        if step.publishes:\n            self.buckets.publish(state.pending, scale, keep=keep)",
+            "        if keep or step.publishes:\n            self.buckets.publish(state.pending, scale, keep=keep)",
+            loops("by_name-1,1"),
+        ),
+        (
             "a-global-loss-is-averaged-again",
             "runtime/step/autograd.py",
             "gradient * (share * source.factor)",

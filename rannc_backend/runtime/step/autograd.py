@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,12 @@ from rannc_backend.log.logger import say_once
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime
 from rannc_backend.runtime.step.graph_settings import TrainingStep
-from rannc_backend.runtime.torch_internals import backward_keeps_graph, function_of, graph_task
+from rannc_backend.runtime.torch_internals import (
+    backward_keeps_graph,
+    function_of,
+    graph_task,
+    is_asked_for,
+)
 from rannc_backend.runtime.world import World
 from rannc_backend.settings import hooks
 
@@ -60,6 +65,7 @@ class _Step(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Autograd's own error for a second backward without retain_graph comes from reading a saved tensor.
         ctx.save_for_backward(anchor)
+        ctx.publishes = is_asked_for(anchor)
         holder.extend(outputs)
         return tuple(outputs[i] for i in ctx.positions)
 
@@ -77,6 +83,7 @@ class _Step(torch.autograd.Function):
         by_output: list[torch.Tensor | None] = [None] * ctx.num_outputs
         for position, grad in zip(ctx.positions, grads, strict=True):
             by_output[position] = grad
+        step.publishes = ctx.publishes()
         keep = backward_keeps_graph() or runtime.switches.keep_graph
         input_gradients = _of_sources(ctx, runtime.backward(step, by_output, keep=keep), step.only_rows)
         if not keep:
@@ -219,10 +226,32 @@ def call_training(
 
 def refuse_gradients_by_name(tables: Callable[[], Sequence[ParameterTable]]) -> Callable[[], None]:
     """From now on `torch.autograd.grad` of a compiled model by a parameter of the ``tables`` is an error, as is one that is to
-    be differentiated again; returns a function that ends this. torch would not find the parameter behind the loss, and
-    give None for it; and the backward that refuses a second derivative may run in a thread without the user's lines.
+    be differentiated again, and ``backward(inputs=...)`` by one; returns a function that ends this. torch would not find
+    the parameter behind the loss: None, or a backward that does nothing. And the backward that refuses a second derivative
+    may run in a thread without the user's lines.
     """
     original = torch.autograd.grad
+    original_backward = torch.autograd.backward
+
+    def name_of(tensors: Any) -> str | None:
+        tensors = list(tensors.values()) if isinstance(tensors, Mapping) else tensors
+        names = (table.name_of(tensor) for table in tables() for tensor in _tensors_in(tensors))
+        return next((found for found in names if found is not None), None)
+
+    @functools.wraps(original_backward)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = kwargs.get("inputs")
+        if inputs is None or torch.compiler.is_compiling():
+            return original_backward(tensors, *args, **kwargs)
+        inputs = list(inputs) if isinstance(inputs, Iterator) else inputs
+        if (name := name_of(inputs)) is not None and _leads_to_step(_tensors_in(tensors)):
+            raise UserInputError(
+                f"backward was asked for the gradient of {name!r} alone, a parameter of a compiled model, which is computed on "
+                "the ranks of its stages and does not pass through autograd",
+                cure="call backward() without inputs; gradients of parameters that are not wanted are dropped by "
+                "p.requires_grad_(False) before the call of the model, or p.grad = None after it.",
+            )
+        return original_backward(tensors, *args, **{**kwargs, "inputs": inputs})
 
     @functools.wraps(original)
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -231,8 +260,7 @@ def refuse_gradients_by_name(tables: Callable[[], Sequence[ParameterTable]]) -> 
         outputs, inputs = (
             list(values) if isinstance(values, Iterator) else values for values in (outputs, inputs)
         )
-        names = (table.name_of(tensor) for table in tables() for tensor in _tensors_in(inputs))
-        name = next((found for found in names if found is not None), None)
+        name = name_of(inputs)
         is_twice = bool(kwargs.get("create_graph"))
         if (is_twice or name is not None) and _leads_to_step(_tensors_in(outputs)):
             if is_twice:
@@ -245,7 +273,11 @@ def refuse_gradients_by_name(tables: Callable[[], Sequence[ParameterTable]]) -> 
             )
         return original(outputs, inputs, *args, **kwargs)
 
-    return hooks.replace("gradients by name", torch.autograd, "grad", grad)
+    undo = [
+        hooks.replace("gradients by name", torch.autograd, "grad", grad),
+        hooks.replace("backward by name", torch.autograd, "backward", backward),
+    ]
+    return lambda: [end() for end in undo] and None
 
 
 def _tensors_in(values: Any) -> list[torch.Tensor]:

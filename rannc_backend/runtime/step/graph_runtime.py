@@ -59,7 +59,7 @@ from rannc_backend.runtime.step.user_outputs import (
     row_gradients,
     user_gradients,
 )
-from rannc_backend.runtime.step.versions import VersionCheck, refuse_changes
+from rannc_backend.runtime.step.versions import VersionCheck, refuse_changes, refuse_other_gradients
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import without_anomaly_detection, without_autocast
 from rannc_backend.runtime.trace.copy_report import CopyLog
@@ -350,16 +350,17 @@ class GraphRuntime:
             UserInputError: what backward needs was modified in place since the forward.
         """
         refuse_several_numbers(grads, self.outputs)
-        self.world.counts.num_backwards += 1
+        self.world.counts.num_backwards += step.publishes
         scalars = [
             grad if isinstance(output, Scalar) else None
             for grad, output in zip(grads, self.outputs, strict=True)
         ]
         behind = self.world.runs_behind
         grad_outputs = [] if behind else [0.0 if grad is None else float(grad) for grad in scalars]
-        words = [[grad is not None for grad in grads], grad_outputs, step.versions.changed()]
+        words = [[grad is not None for grad in grads], grad_outputs, step.versions.changed(), step.publishes]
         answers = self._agree_with_measured(f"backward of {self.label}", words)
         step.changed_by_rank = tuple(answer[2] for answer in answers)
+        refuse_other_gradients([answer[3] for answer in answers])
         if not step.eager:
             refuse_changes(step.changed_by_rank)
         size = len(answers)
@@ -379,10 +380,10 @@ class GraphRuntime:
                 self._run(GraphUse.ALL, "forward", step.state)
             pairs = zip(flagged, self.outputs, strict=True)
             step.only_rows = not any(flag and isinstance(output, Scalar) for flag, output in pairs)
-            gradients = self._run_deferred(step.state, grads, means, only_rows=step.only_rows, keep=keep)
+            gradients = self._run_deferred(step, grads, means, keep=keep)
         if self.copies is not None and step.state.copies is not None:
             self.copies.take(step.state.copies, step.state.rows.num_micro_batches)
-        if self.switches.observer is not None:
+        if self.switches.observer is not None and step.publishes:
             self.switches.observer.published(self)
         return gradients
 
@@ -402,7 +403,8 @@ class GraphRuntime:
         assert state.pending is not None, "eager step without gradients"
         scale = ratio(gradient, state.loss_gradient)
         self._remember_loss_gradient(gradient)
-        self.buckets.publish(state.pending, scale, keep=keep)
+        if step.publishes:
+            self.buckets.publish(state.pending, scale, keep=keep)
         if not keep:
             state.pending = None
         return [
@@ -438,13 +440,13 @@ class GraphRuntime:
 
     def _run_deferred(
         self,
-        state: StepState,
+        step: TrainingStep,
         grads: Sequence[torch.Tensor | None],
         means: Sequence[Number],
         *,
-        only_rows: bool,
         keep: bool,
     ) -> list[torch.Tensor | None]:
+        state = step.state
         state.keep_saved = keep
         if state.record is not None and state.record.complete:
             state.record = None  # a second backward of the same forward
@@ -452,12 +454,13 @@ class GraphRuntime:
             state.record.start()
         self._run_backward(state, grads, means)
         assert state.pending is not None, "backward without gradient buffers"
-        self.buckets.publish(state.pending, 1.0, keep=False)
+        if step.publishes:
+            self.buckets.publish(state.pending, 1.0, keep=False)
         state.pending = None
         if state.record is not None:
             state.record.stop(complete=True)
         share = self.settings.share(self.world.size)
-        return user_gradients(self.inputs, state, self.world.rank, 1.0 / share if only_rows else 1.0)
+        return user_gradients(self.inputs, state, self.world.rank, 1.0 / share if step.only_rows else 1.0)
 
     def _run_backward(
         self, state: StepState, grads: Sequence[torch.Tensor | None], means: Sequence[Number]

@@ -68,6 +68,7 @@ class TrainingStep:
     versions: VersionCheck
     changed_by_rank: tuple[str, ...] = ()
     only_rows: bool = False  # its last backward came to rows alone, and to no scalar
+    publishes: bool = True  # its backward is asked for gradients of parameters, and not of inputs alone
 
 
 def plain_inputs(

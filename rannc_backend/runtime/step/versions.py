@@ -44,6 +44,17 @@ class VersionCheck:
         return next((name for name, tensor, version in self.entries if tensor._version != version), "")
 
 
+def refuse_other_gradients(publishes_by_rank: Sequence[bool]) -> None:
+    """Raise UserInputError where some ranks want gradients of inputs alone, and others those of parameters."""
+    if len(set(publishes_by_rank)) > 1:
+        rank = publishes_by_rank.index(False)
+        raise UserInputError(
+            f"rank {rank} asks for gradients of inputs alone (torch.autograd.grad, backward(inputs=...)), and rank "
+            f"{publishes_by_rank.index(True)} for those of parameters, in the same backward",
+            cure="let all ranks call the same of the two.",
+        )
+
+
 def refuse_changes(changed_by_rank: Sequence[str]) -> None:
     """Raise UserInputError where a rank has modified one of its tensors; ``changed_by_rank``: what
     `VersionCheck.changed` gave each.

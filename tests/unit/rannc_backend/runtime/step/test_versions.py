@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rannc_backend.errors import UserInputError
+from rannc_backend.runtime.step.versions import refuse_other_gradients
 
 
 def step(change: Callable[[nn.Module, torch.Tensor, torch.Tensor], object]) -> None:
@@ -34,6 +35,13 @@ def step(change: Callable[[nn.Module, torch.Tensor, torch.Tensor], object]) -> N
 def test_a_change_before_backward_is_refused(change: Callable[..., object]) -> None:
     with pytest.raises(UserInputError, match="modified in place"):
         step(change)
+
+
+def test_ranks_that_want_other_gradients_are_told() -> None:
+    refuse_other_gradients([True, True])
+    refuse_other_gradients([False, False])
+    with pytest.raises(UserInputError, match="rank 1 asks for gradients of inputs alone .* and rank 0"):
+        refuse_other_gradients([True, False, True])
 
 
 def test_other_tensors_may_change() -> None:
