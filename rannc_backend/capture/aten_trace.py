@@ -36,6 +36,7 @@ from rannc_backend.capture.written_out import (
     BagsAsRows,
     DetachedWrites,
     PlainOperators,
+    as_strided_scatter,
     check_own_memory,
     tensors_in,
 )
@@ -59,7 +60,11 @@ _IN_PLACE_OPERATORS = frozenset(
     {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imatmul", "ipow", "iand", "ior", "ixor"}
 )
 #: The noise that the forward drew is not what the derivative sees.
-_WRONG_GRADIENTS = frozenset({torch.ops.aten.rrelu_with_noise_functional.default})
+_WRONG_GRADIENTS = {
+    torch.ops.aten.rrelu_with_noise_functional.default: "use another activation, or evaluation mode.",
+    #: Of what `as_strided_scatter` does not write out.
+    torch.ops.aten.as_strided_scatter.default: "write with an index (x[:, 0] = value), or into x.diagonal().",
+}
 #: The derivative takes sizes as plain numbers.
 _WITH_PLAIN_SIZES = (torch.ops.aten.affine_grid_generator.default,)
 _GET_DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
@@ -241,7 +246,8 @@ def _of_lengths(size: sympy.Expr, lengths: Sequence[torch.SymInt]) -> Any:
 
 
 def _table() -> dict[Any, Callable[..., Any]]:
-    return {**get_decompositions(_WITH_PLAIN_SIZES), **IN_PARTS}
+    written_out = {torch.ops.aten.as_strided_scatter.default: as_strided_scatter}
+    return {**get_decompositions(_WITH_PLAIN_SIZES), **IN_PARTS, **written_out}
 
 
 def _check_gradients(graph: fx.Graph) -> None:
@@ -251,7 +257,7 @@ def _check_gradients(graph: fx.Graph) -> None:
             raise UnsupportedModelError(
                 f"torch gives wrong gradients for {node.target} in a captured graph",
                 location=user_location(node.meta.get("stack_trace")),
-                cure="use another activation, or evaluation mode.",
+                cure=_WRONG_GRADIENTS[node.target],
             )
 
 

@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rannc_backend.errors import UnsupportedModelError, needing_value
+from rannc_backend.passes.plain_numbers import fill_diagonal
 from rannc_backend.settings import hooks
 from rannc_backend.settings.torch_version import is_older
 
@@ -160,6 +161,27 @@ def bags(
     return total if mode == "sum" else total / counts.sum(1, keepdim=True).clamp(min=1).to(total.dtype)
 
 
+def as_strided_scatter(
+    tensor: Tensor,
+    source: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> Tensor:
+    """What a write into ``tensor.as_strided(...)`` is in a graph, by places in memory: torch's own derivative sends the gradient
+    of what was written to what was overwritten too. Seen on 2.11 to 2.15. For contiguous tensors of known sizes.
+    """
+    sizes = (*tensor.shape, *size, *stride, storage_offset or 0)
+    if not all(isinstance(number, int) for number in sizes) or not tensor.is_contiguous():
+        return NotImplemented
+    places = torch.full((), storage_offset or 0, device=tensor.device)
+    for dim, (number, step) in enumerate(zip(size, stride, strict=True)):
+        steps = torch.arange(number, device=tensor.device) * step
+        places = places + steps.view(-1, *(1 for _ in size[dim + 1 :]))
+    flat = tensor.reshape(-1).scatter(0, places.reshape(-1), source.reshape(-1).to(tensor.dtype))
+    return flat.view(tensor.shape)
+
+
 class PlainOperators(TorchDispatchMode):
     """Leaves out what a graph whose values travel between ranks cannot have.
 
@@ -204,6 +226,9 @@ class DetachedWrites(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.fill_diagonal_:
+            with self:
+                return fill_diagonal(*args, **kwargs)
         if func == _SET_DATA:
             return self._set_data(*args)
         if func is Tensor.detach_ and args[0].requires_grad:

@@ -229,6 +229,20 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
             passes("canonicalize"),
         ),
         (
+            "overwritten-values-have-gradients",
+            "capture/aten_trace.py",
+            "**IN_PARTS, **written_out}",
+            "**IN_PARTS}",
+            unit("capture/written_out"),
+        ),
+        (
+            "writes-by-strides-begin-at-the-first-place",
+            "capture/written_out.py",
+            "places = torch.full((), storage_offset or 0, device=tensor.device)",
+            "places = torch.full((), 0, device=tensor.device)",
+            unit("capture/written_out"),
+        ),
+        (
             "margin-behind-the-last-label",
             "capture/written_out.py",
             "counts = is_label.unsqueeze(-1) & ~is_target.unsqueeze(1)",

@@ -4,11 +4,14 @@ torch 2.11, 2.12 and 2.13).
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
@@ -23,7 +26,9 @@ from rannc_backend.capture.written_out import (
     trace_margin_loss,
     trace_soft_labels,
 )
+from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.settings.torch_version import is_older
+from tests.default_dtype import float64
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 OPERATOR = torch.ops.aten.cross_entropy_loss.default
@@ -166,3 +171,65 @@ def test_scores_without_dimensions_are_torchs_error() -> None:
     with pytest.raises(IndexError) as found:
         cross_entropy(score, score)
     assert str(found.value) == str(expected.value)
+
+
+class _Writes(nn.Module):
+    """Writes into a product with a gradient, of sizes that are numbers or the batch size."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], object], *, of_rows: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 4), nn.Linear(3, 4)
+        self.write, self.of_rows = write, of_rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.first(x)
+        product = rows @ rows.t() if self.of_rows else self.last.weight @ self.last.weight.t()
+        self.write(product, self.last.bias)
+        return rows.pow(2).mean() + product.pow(2).mean() + product.mean()
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "diagonal": lambda product, values: product.fill_diagonal_(0),
+    "filled": lambda product, values: product.as_strided((4,), (5,)).fill_(0.5),
+    "multiplied": lambda product, values: product.as_strided((2, 3), (8, 1), 1).mul_(2.0),
+    "copied": lambda product, values: product.as_strided((2, 2), (4, 2)).copy_(values.view(2, 2)),
+}
+
+
+def _gradients(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor | None]:
+    model.zero_grad()
+    call(x).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("write", "of_rows", "capture"),
+    [
+        *((name, False, capture) for name in WRITES for capture in ("dynamo", "nonstrict")),
+        ("diagonal", True, "nonstrict"),
+    ],
+)
+def test_what_is_overwritten_has_no_gradient(write: str, of_rows: bool, capture: str) -> None:
+    """torch's own derivative of `as_strided_scatter` gives it one."""
+    with float64():
+        model = _Writes(WRITES[write], of_rows=of_rows)
+        x = torch.randn(5, 6)
+        options = {"stage_compiler": "eager", "capture": capture}
+        torch._dynamo.reset()
+        found = _gradients(model, torch.compile(model, backend="rannc", options=options), x)
+        alone = copy.deepcopy(model)
+        for mine, theirs in zip(found, _gradients(alone, alone, x), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+
+
+def test_writes_by_strides_into_rows_are_refused() -> None:
+    class Strided(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = super().forward(x)
+            rows.as_strided((rows.shape[0],), (4,)).mul_(2.0)
+            return rows.pow(2).mean()
+
+    compiled = torch.compile(Strided(6, 4), backend="rannc", options={"stage_compiler": "eager"})
+    with pytest.raises(UnsupportedModelError, match="wrong gradients for aten.as_strided_scatter") as found:
+        compiled(torch.randn(5, 6))
+    assert "test_written_out.py" in found.value.location
