@@ -447,7 +447,7 @@ def _bind(
             current = session.runtime_for(again, *sizes_of_call(again, flat_args))
         tensors = [flat_args[position] for position in order]
         if torch.is_grad_enabled() and any(output.differentiable for output in current.outputs):
-            results = call_training(current, tensors, REGISTRY.is_averaged)
+            results = call_training(current, tensors, REGISTRY.is_averaged, REGISTRY.is_synchronized)
         else:
             results = current.infer(tensors)
         # Only after success: a failure is told with the phase in which it happened.

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from rannc_backend.ir.updates import Ranks as Ranks
 from rannc_backend.kernels.message_layout import MessageLayout
@@ -305,6 +306,7 @@ class World:
         device_problem: what is wrong with the settings of this rank's device, in a sentence; "" where nothing
         is. The first step says it.
         rows_given: memory of the rows that compiled models gave the user lately.
+        behind_inputs: leaves that inputs of compiled models were computed from, and that are not a rank's own rows.
     """
 
     rank: int
@@ -320,6 +322,7 @@ class World:
     counts: StepCounts = field(default_factory=StepCounts)
     device_problem: str = ""
     rows_given: deque[StorageWeakRef] = field(default_factory=lambda: deque(maxlen=64))
+    behind_inputs: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def has_least_to_do(self) -> bool:
         """Whether this is the rank of its host that works for the host where one is enough: not the first,

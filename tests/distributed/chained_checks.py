@@ -153,3 +153,53 @@ def _mixed(context: Context) -> None:
     context.findings.raises("mixed", ("UserInputError",), lambda: judge(layer(made), 1.0))
     judge(layer(made.detach()), 1.0).backward()
     judge(rannc_backend.synchronize(layer)(maker(scene.rows(0))), 1.0).backward()
+
+
+class _Prompt(nn.Module):
+    """Adds learned rows to each sample, as soft prompts, textual inversion and universal perturbations do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.linspace(-1.0, 1.0, 3 * WIDTH).view(3, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, width], as x is."""
+        return x + self.rows.sum(0)
+
+
+def prompts(context: Context) -> None:
+    """A model, frozen or trained, behind a module with an optimizer of its own: refused where nobody brings the gradients of
+    ranks together, and that of one process where `synchronize` does.
+    """
+    for frozen in (True, False):
+        found = []
+        for own in (True, False):
+            scene = _Scene(context, own=own)
+            judge, call, prompt = scene.nets[2], scene.calls[2], _Prompt().to(context.dtype)
+            judge.requires_grad_(not frozen)
+            if own and frozen:
+                _refused(context, scene, _Prompt().to(context.dtype))
+            if own:
+                rannc_backend.synchronize(prompt)
+            optimizers = [torch.optim.SGD(prompt.parameters(), lr=0.5)]
+            optimizers += [] if frozen else [torch.optim.SGD(judge.parameters(), lr=0.5)]
+            for step in range(3):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                call(prompt(scene.rows(step)), 1.0).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+            found.append(prompt.rows.detach())
+        error = float((found[0] - found[1]).abs().max())
+        context.findings.that(error < 1e-12, f"frozen {frozen}: learned rows are off by {error}")
+
+
+def _refused(context: Context, scene: _Scene, prompt: nn.Module) -> None:
+    optimizer = torch.optim.SGD(prompt.parameters(), lr=0.5)
+    scene.calls[2](prompt(scene.rows(0)), 1.0).backward()
+    error = context.findings.raises("a prompt", ("UnsynchronizedGradientError",), optimizer.step)
+    context.findings.that("behind an input" in str(error), f"another error: {error}")
+    # A rank's own rows are its own affair.
+    latents = nn.Parameter(scene.rows(0))
+    scene.calls[2](2 * latents, 1.0).backward()
+    torch.optim.SGD([latents], lr=0.5).step()

@@ -29,6 +29,20 @@ CHOSEN_LOOPS: tuple[Fault, ...] = tuple(
             loops("by_name-1,1"),
         ),
         (
+            "learned-prompts-go-different-ways",
+            "runtime/gradients/optimizer_watch.py",
+            "        self._refuse_leaves_behind_inputs(optimizer)\n",
+            "",
+            loops("prompts-1,1"),
+        ),
+        (
+            "a-ranks-own-rows-are-taken-for-shared",
+            "runtime/step/autograd.py",
+            "            if leaf.shape[:1] == tensor.shape[:1]:\n                continue\n",
+            "",
+            loops("prompts-1,1"),
+        ),
+        (
             "a-global-loss-is-averaged-again",
             "runtime/step/autograd.py",
             "gradient * (share * source.factor)",

@@ -96,6 +96,7 @@ class OptimizerWatch:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         known = self._of(optimizer)
+        self._refuse_leaves_behind_inputs(optimizer)
         if not known.keys:
             return
         assert not self._is_trying, "a copy of an optimizer steps the optimizer itself"
@@ -115,6 +116,16 @@ class OptimizerWatch:
         counts = self._world.counts.of_parameters(known.keys)
         counts.num_updates += 1
         counts.settings = _settings(optimizer)
+
+    def _refuse_leaves_behind_inputs(self, optimizer: torch.optim.Optimizer) -> None:
+        behind = self._world.behind_inputs
+        loose = [
+            f"[{', '.join(map(str, parameter.shape))}] behind an input"
+            for parameter in (parameters_of(optimizer) if behind else ())
+            if parameter.grad is not None and parameter in behind and not self._is_synchronized(parameter)
+        ]
+        if loose:
+            raise UnsynchronizedGradientError(type(optimizer).__name__, loose)
 
     def _leave_to_others(self, optimizer: torch.optim.Optimizer, known: _Known) -> None:
         """What autograd itself has added to gradients (a penalty beside the loss) is updated where the sum is."""

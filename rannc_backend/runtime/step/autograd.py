@@ -157,6 +157,29 @@ def _tell_of_detached(inputs: Sequence[tuple[str, torch.Tensor]], world: World) 
             )
 
 
+def _note_leaves(
+    inputs: Sequence[tuple[str, torch.Tensor]], world: World, is_synchronized: Callable[[torch.Tensor], bool]
+) -> None:
+    """Remember, and say once, what inputs are computed from that has a gradient of this rank's rows alone: a prompt that is
+    learned, a module in front of the model. A leaf with as many rows as the input is taken for the rank's own.
+    """
+    for name, tensor in inputs:
+        for leaf in _first_nodes(tensor) if tensor.grad_fn is not None and tensor.dim() else ():
+            if _is_step(leaf) or leaf in world.behind_inputs or is_synchronized(leaf):
+                continue
+            if leaf.shape[:1] == tensor.shape[:1]:
+                continue
+            world.behind_inputs[leaf] = True
+            say_once(
+                logger,
+                "the input %r of a compiled model is computed from a tensor %s whose gradient is of this rank's rows alone: "
+                "call rannc_backend.synchronize(module) once, on all ranks, for the module that holds it, or ranks go different ways.",
+                name,
+                list(leaf.shape),
+                level=logging.WARNING,
+            )
+
+
 def _first_nodes(tensor: torch.Tensor) -> Iterator[Any]:
     """Behind a tensor: calls of compiled models, and leaves that want a gradient."""
     if tensor.grad_fn is None:
@@ -192,10 +215,12 @@ def call_training(
     runtime: GraphRuntime,
     user_tensors: Sequence[torch.Tensor],
     is_averaged: Callable[[torch.Tensor], bool] = lambda parameter: False,
+    is_synchronized: Callable[[torch.Tensor], bool] = lambda parameter: False,
 ) -> list[Any]:
     """A forward with autograd on: outputs of one training step, tied to their backward.
 
-    ``is_averaged``: whether the gradient of a parameter outside of compiled models becomes its mean over ranks.
+    ``is_averaged``: whether the gradient of a parameter outside of compiled models becomes its mean over ranks;
+    ``is_synchronized``: its mean or its sum.
     """
     anchor = torch.zeros((), requires_grad=True)
     differentiable = [
@@ -209,6 +234,7 @@ def call_training(
         if runtime.loss_index is not None:
             _tell_of_detached(differentiable, world)
         sources = [_source_of(name, tensor, world.size, is_averaged) for name, tensor in differentiable]
+        _note_leaves(differentiable, world, is_synchronized)
     holder: list[Any] = []
     tensors = [tensor for _, tensor in differentiable]
     results = _Step.apply(runtime, user_tensors, holder, sources, anchor, *tensors)
