@@ -261,6 +261,25 @@ def clipping(context: Context) -> None:
             context.compare_gradients(
                 model, alone.gradients(), kind=f"gradient clipped by the norm {what}", factor=10
             )
+    _one_by_one(context, model, alone.model)
+
+
+def _one_by_one(context: Context, model: nn.Module, alone: nn.Module) -> None:
+    """Clipped one parameter at a time: alike on all ranks, or refused."""
+    import rannc_backend
+
+    for given in (model, alone):
+        for parameter in given.parameters():
+            clip_grad_norm_(parameter, 1e-4)
+    wanted = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    context.compare_gradients(model, wanted, kind="gradient clipped alone", factor=10)
+    held = [p for p in model.parameters() if rannc_backend.is_held(p) and p.grad is not None]
+    if context.case.num_stages > 1 and context.entry.name == "mlp_loss":
+        one = next(iter(held), next(model.parameters()))
+        error = context.findings.raises(
+            "one of each rank", ("UserInputError",), lambda: clip_grad_norm_(one, 1e-4)
+        )
+        context.findings.that("one parameter at a time" in str(error), f"another error: {error}")
 
 
 def hooks(context: Context) -> None:

@@ -142,7 +142,7 @@ def _norm(
         device,
     )
     if world is not None and world.size > 1:
-        own = _over_ranks(own, tables[0], norm_type)
+        own = _over_ranks(own, tables[0], norm_type, _given(parameters, tables))
     rest = _power(
         [torch.linalg.vector_norm(numbers_of(tensor), norm_type).double() for tensor in others],
         norm_type,
@@ -175,9 +175,45 @@ def _power(norms: Sequence[torch.Tensor], norm_type: float, device: torch.device
     return both.max() if math.isinf(norm_type) else both.pow(norm_type).sum()
 
 
-def _over_ranks(own: torch.Tensor, table: ParameterTable, norm_type: float) -> torch.Tensor:
+def _given(
+    parameters: Sequence[torch.Tensor], tables: Sequence[ParameterTable]
+) -> tuple[list[str], int, bool]:
+    """What ranks compare of the parameters of a norm: the name of one, how many there are, and whether others of their models
+    have gradients here.
+    """
+    ids = {id(parameter) for parameter in parameters}
+    touched = [
+        table for table in tables if any(table.name_of(parameter) is not None for parameter in parameters)
+    ]
+    modules = [module for table in touched if (module := table.root()) is not None]
+    others = (p for module in modules for p in module.parameters() if id(p) not in ids)
+    is_part = any(p.grad is not None and any(table.answers_for(p) for table in touched) for p in others)
+    names = [name for table in touched for p in parameters if (name := table.name_of(p)) is not None]
+    return names[:1], len(names), is_part
+
+
+def _refuse_one_by_one(given_by_rank: Sequence[tuple[list[str], int, bool]]) -> None:
+    """Where each rank gives one parameter, and not the same: a loop over what each rank has, whose norms are no one's."""
+    names = {name for first, _, _ in given_by_rank for name in first}
+    if (
+        len(names) > 1
+        and all(number <= 1 for _, number, _ in given_by_rank)
+        and any(is_part for _, _, is_part in given_by_rank)
+    ):
+        first, second = sorted(names)[:2]
+        raise UserInputError(
+            f"gradients are clipped one parameter at a time, and not the same on all ranks ({first!r}, {second!r}): each norm "
+            "would be that of several parameters",
+            cure="let all ranks clip all parameters of the model one by one, also those that they do not have: for p in "
+            "model.parameters(): torch.nn.utils.clip_grad_norm_(p, max_norm); or all together.",
+        )
+
+
+def _over_ranks(
+    own: torch.Tensor, table: ParameterTable, norm_type: float, given: tuple[list[str], int, bool]
+) -> torch.Tensor:
     world = table.world
-    agree(world, "the norm of all gradients", norm_type)
+    _refuse_one_by_one(agree(world, "the norm of all gradients", given))
     # A maximum by a sum, too: every rank fills its own place.
     places = torch.zeros(world.size, dtype=torch.float64, device=world.device)
     places[world.rank] = own
