@@ -87,6 +87,18 @@ def graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
+@contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """What autograd saves here stays as it is, whatever the user's hooks do with it (`torch.utils.checkpoint` calls the
+    forward again where it is read). Seen on 2.11 to 2.15.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        yield
+
+
 def is_asked_for(tensor: torch.Tensor) -> Callable[[], bool]:
     """What says, while a backward runs, whether it makes the gradient of a leaf: `torch.autograd.grad` by other tensors and
     ``backward(inputs=...)`` do not. Seen on 2.11 to 2.15.

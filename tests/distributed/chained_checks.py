@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import rannc_backend
 from tests.distributed.harness.context import Context
@@ -203,3 +205,27 @@ def _refused(context: Context, scene: _Scene, prompt: nn.Module) -> None:
     latents = nn.Parameter(scene.rows(0))
     scene.calls[2](2 * latents, 1.0).backward()
     torch.optim.SGD([latents], lr=0.5).step()
+
+
+def checkpointed(context: Context) -> None:
+    """`torch.utils.checkpoint` around a compiled model whose rows go to one with its loss inside: that of one process, or
+    refused where it hides whose gradients these are. And rows that are changed in place are refused on all ranks.
+    """
+    gradients = []
+    for own in (True, False):
+        scene = _Scene(context, own=own)
+        maker, judge = scene.calls[0], scene.calls[2]
+        rows = checkpoint(maker, scene.rows(0), use_reentrant=False)
+        judge(rows, 1.0).backward()
+        gradients.append({name: p.grad for name, p in scene.nets[0].named_parameters()})
+        if own:
+            # An error of all ranks, also of those that have a slice of what was computed.
+            changed = maker(scene.rows(1)).mul_(0.5).sum()
+            context.findings.raises("in place", ("UserInputError",), changed.backward)
+            hidden = checkpoint(maker, scene.rows(2).requires_grad_(), use_reentrant=True)
+            context.findings.raises("reentrant", ("UserInputError",), partial(judge, hidden, 1.0))
+    for name, parameter in gradients[0].items():
+        if parameter is not None and gradients[1][name] is not None:
+            error = float((parameter - gradients[1][name]).abs().max())
+            context.findings.that(error < 1e-12, f"{name} is off by {error}")
+    context.findings.that(any(p is not None for p in gradients[0].values()), "there are no gradients")

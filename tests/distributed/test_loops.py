@@ -73,6 +73,8 @@ CASES = (
     _case("several_models", "1,1"),
     _case("prompts", "1,1"),
     _case("prompts", "2"),
+    _case("checkpointed", "1,1"),
+    _case("checkpointed", "2"),
     _case("chained", "1,1", limit_seconds=200.0),
     _case("chained", "2", limit_seconds=200.0),
     _case("chained", "1,2,1", limit_seconds=200.0),

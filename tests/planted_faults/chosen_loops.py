@@ -29,6 +29,27 @@ CHOSEN_LOOPS: tuple[Fault, ...] = tuple(
             loops("by_name-1,1"),
         ),
         (
+            "a-checkpoint-hides-a-mean-over-ranks",
+            "runtime/step/autograd.py",
+            "        if function_of(node) is CheckpointFunction:\n            raise",
+            "        if function_of(node) is CheckpointFunction and not name:\n            raise",
+            loops("checkpointed-1,1"),
+        ),
+        (
+            "rows-of-a-rank-are-a-view",
+            "runtime/step/user_outputs.py",
+            "return tensor.data if tensor._is_view() else tensor",
+            "return tensor",
+            loops("checkpointed-2"),
+        ),
+        (
+            "norms-of-one-parameter-of-each-rank",
+            "runtime/gradients/clipping.py",
+            "        len(names) > 1\n        and all(",
+            "        len(names) > 9\n        and all(",
+            ("tests/distributed/test_memory.py::test_memory[clipping]",),
+        ),
+        (
             "learned-prompts-go-different-ways",
             "runtime/gradients/optimizer_watch.py",
             "        self._refuse_leaves_behind_inputs(optimizer)\n",

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointFunction
 
 from rannc_backend.errors import UnsupportedModelError, UserInputError
 from rannc_backend.log.logger import say_once
@@ -33,6 +34,7 @@ from rannc_backend.runtime.torch_internals import (
     function_of,
     graph_task,
     is_asked_for,
+    without_saved_tensor_hooks,
 )
 from rannc_backend.runtime.world import World
 from rannc_backend.settings import hooks
@@ -53,7 +55,8 @@ class _Step(torch.autograd.Function):
         anchor: torch.Tensor,
         *differentiable_inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        outputs, step = runtime.forward(runtime.begin(user_tensors, training=True))
+        with without_saved_tensor_hooks():
+            outputs, step = runtime.forward(runtime.begin(user_tensors, training=True))
         ctx.runtime, ctx.step = runtime, step
         ctx.sources, ctx.global_pass = sources, None
         ctx.positions = [
@@ -129,6 +132,12 @@ def _source_of(
     """Raises UserInputError where a mean over ranks is taken of some of what is behind an input, and not of all."""
     steps, factors = [], set()
     for node in _first_nodes(tensor):
+        if function_of(node) is CheckpointFunction:
+            raise UserInputError(
+                f"the input {name!r} of a compiled model comes from torch.utils.checkpoint with use_reentrant=True, which does "
+                "not show whose gradients are averaged over ranks",
+                cure="call it with use_reentrant=False.",
+            )
         if _is_step(node):
             steps.append(node)
             factors.add(1.0 / node.runtime.settings.share(node.runtime.world.size))
@@ -181,7 +190,7 @@ def _note_leaves(
 
 
 def _first_nodes(tensor: torch.Tensor) -> Iterator[Any]:
-    """Behind a tensor: calls of compiled models, and leaves that want a gradient."""
+    """Behind a tensor: calls of compiled models, leaves that want a gradient, and what hides these."""
     if tensor.grad_fn is None:
         yield tensor
         return
@@ -189,7 +198,7 @@ def _first_nodes(tensor: torch.Tensor) -> Iterator[Any]:
     seen = set(left)
     while left:
         node = left.pop()
-        if _is_step(node):
+        if _is_step(node) or function_of(node) is CheckpointFunction:
             yield node
         elif type(node).__name__ == "AccumulateGrad":
             yield node.variable
