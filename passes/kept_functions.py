@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -225,11 +226,23 @@ def call_kept(cls: type, apply: Callable[..., Any], args: tuple[Any, ...]) -> An
     kept = KeptFunction(apply=apply, arguments=arguments, autocast=autocast)
     facts = _tried(kept, tensors, sizes)
     text = repr((cls.__module__, cls.__qualname__, arguments, autocast, facts))
-    name = f"{re.sub('[^A-Za-z0-9]', '_', cls.__name__)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    if not hasattr(getattr(torch.ops, NAMESPACE), name):
-        define_operator(_LIBRARY, name, dataclasses.replace(kept, has_gradient=facts.has_gradient))
-    outputs = getattr(getattr(torch.ops, NAMESPACE), name).default(tensors, sizes)
+    base = f"{re.sub('[^A-Za-z0-9]', '_', cls.__name__)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    operator = _operator(base, dataclasses.replace(kept, has_gradient=facts.has_gradient))
+    outputs = operator(tensors, sizes)
     return tuple(outputs) if facts.is_tuple else outputs[0]
+
+
+def _operator(base: str, kept: KeptFunction) -> Any:
+    """The operator of a function: of this name, unless another class has it, which a function of the user's has made too."""
+    operators = getattr(torch.ops, NAMESPACE)
+    for number in itertools.count():
+        name = f"{base}_{number}" if number else base
+        if not hasattr(operators, name):
+            define_operator(_LIBRARY, name, kept)
+        found = getattr(operators, name).default
+        code = kept_function(found)
+        if code is not None and code.apply == kept.apply:
+            return found
 
 
 @dataclass(frozen=True, slots=True)

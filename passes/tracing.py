@@ -57,9 +57,18 @@ def trace_function(
     values = [node.meta["val"] for node in nodes]
     with symbolic_sizes(values, mode):
         module = make_fx(run, decomposition_table={})(*values)
+        if any(map(_writes, module.graph.nodes)):
+            module = make_fx(torch.func.functionalize(module), decomposition_table={})(*values)
+            assert not any(map(_writes, module.graph.nodes)), "a graph without places has writes"
     output = module.graph.output_node().args[0]
     outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
     return InnerGraph(module, tuple(placeholders(module.graph)), nodes, outputs)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node writes into an argument: who reads that again would not be seen to need it."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
 @contextlib.contextmanager

@@ -439,12 +439,19 @@ def together(*ends: Callable[[], object]) -> Callable[[], None]:
 
 
 def replace(name: str, holder: Any, attribute: str, value: object) -> Undo:
-    """Put ``value`` in a place; undone by putting back what was there, where ``value`` still is."""
-    before = _held(holder, attribute)
+    """Put ``value`` in a place; undone by putting back what was there, where ``value`` still is. What a class has inherited
+    it inherits again.
+    """
+    inherits = isinstance(holder, type) and attribute not in vars(holder)
+    before = None if inherits else _held(holder, attribute)
     setattr(holder, attribute, value)
 
     def put_back() -> None:
-        if _held(holder, attribute) == value:
+        if _held(holder, attribute) != value:
+            return
+        if inherits:
+            delattr(holder, attribute)
+        else:
             setattr(holder, attribute, before)
 
     return Undo(name, put_back)

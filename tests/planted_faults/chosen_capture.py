@@ -229,6 +229,27 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
             passes("canonicalize"),
         ),
         (
+            "functions-taken-from-their-class-are-not-kept",
+            "capture/nonstrict/watch.py",
+            '(_BASE, "apply", classmethod(_apply)),',
+            '(torch.autograd.Function, "apply", classmethod(_apply)),',
+            unit("capture/nonstrict/captures"),
+        ),
+        (
+            "classes-of-one-name-are-one-operator",
+            "passes/kept_functions.py",
+            "if code is not None and code.apply == kept.apply:",
+            "if code is not None:",
+            passes("kept_functions"),
+        ),
+        (
+            "writes-of-functions-are-not-followed",
+            "passes/tracing.py",
+            "        if any(map(_writes, module.graph.nodes)):\n",
+            "        if False:\n",
+            passes("kept_functions"),
+        ),
+        (
             "overwritten-values-have-gradients",
             "capture/aten_trace.py",
             "**IN_PARTS, **written_out}",

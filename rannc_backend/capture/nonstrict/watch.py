@@ -5,8 +5,8 @@ In: a stretch in which the forward runs on fakes. Out: the same operators with t
 (the user's lines, the module), values that stop gradients where the model stops them, and errors, with the
 user's line, for what a graph does not hold.
 
-What is private to torch here: the stack of function modes, `torch.compiler._is_compiling_flag`, and
-`torch.autograd.Function.apply` as a member of the class (seen on torch 2.13.0 and 2.14.1; see
+What is private to torch here: the stack of function modes, `torch.compiler._is_compiling_flag`, and the class between
+`torch.autograd.Function` and its base in C++, whose `apply` it calls (seen on torch 2.13.0 to 2.15.0; see
 tests/unit/rannc_backend/capture/nonstrict/test_captures.py).
 """
 
@@ -90,6 +90,9 @@ _CHECK = torch._check_with
 _LEN = len
 _TRACED = (FunctionalTensor, FakeTensor)
 _APPLY = vars(torch.autograd.Function)["apply"]
+#: What `apply` of every function comes to, also one that was taken from the class before (`scan = Scan.apply`).
+_BASE = torch.autograd.function._SingleLevelFunction  # type: ignore[attr-defined]
+_BASE_APPLY = vars(torch._C._FunctionBase)["apply"]  # type: ignore[attr-defined]
 
 
 class Watch(TorchFunctionMode):
@@ -106,6 +109,7 @@ class Watch(TorchFunctionMode):
         self._guard_places: dict[int, str] = {}  # the user's lines, by position as above
         self.packed = PackedSequences(self._is_longest)
         self._thread = threading.get_ident()
+        self.is_in_function = False  # an `autograd.Function` runs as it is
         self.operator_guards: set[int] = set()  # of the shape environment, by position: of operators alone
 
     def __torch_function__(
@@ -260,7 +264,7 @@ class Watch(TorchFunctionMode):
                     )
                 )
             for holder, name, value in (
-                (torch.autograd.Function, "apply", classmethod(_apply)),
+                (_BASE, "apply", classmethod(_apply)),
                 (builtins, "len", _length),
                 (nn.Module, "__call__", self._kept.calling(nn.Module.__call__)),
                 (torch.SymBool, "__bool__", self._deciding(torch.SymBool.__bool__)),
@@ -411,12 +415,11 @@ def _failed(what: str, error: Exception, trace: str) -> UnsupportedModelError:
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of `torch.autograd.Function.apply`."""
+    """In place of what `torch.autograd.Function.apply` calls."""
     watches = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, Watch)]
-    if not watches or watches[-1].is_in_kept_module:
-        return _APPLY.__get__(None, cls)(
-            *args, **kwargs
-        )  # another thread, or autograd of code that runs as written
+    if not watches or watches[-1].is_in_kept_module or watches[-1].is_in_function:
+        # Another thread, or autograd of code that runs as written.
+        return _BASE_APPLY.__get__(None, cls)(*args, **kwargs)
     trace = user_trace(sys._getframe(1))
     if cls.__module__ == "torch.utils.checkpoint":
         function, _, *inputs = args  # reentrant: the function, whether to keep the state of generators
@@ -424,11 +427,14 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
         if kwargs:
             raise _not_kept(cls, "gets arguments by name", trace)
+        watches[-1].is_in_function = True
         try:
             return call_kept(cls, _APPLY.__get__(None, cls), args)
         except CannotKeep as error:
             raise _not_kept(cls, str(error), trace) from error
-    return _APPLY.__get__(None, cls)(*args, **kwargs)
+        finally:
+            watches[-1].is_in_function = False
+    return _BASE_APPLY.__get__(None, cls)(*args, **kwargs)
 
 
 def _length(value: Any) -> Any:

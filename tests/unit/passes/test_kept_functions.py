@@ -247,6 +247,52 @@ def test_a_backward_that_mixes_rows_is_refused(cls: Any) -> None:
         analyze_batch_axis(traced.graph_module, traced.batch, traced.rows_symbol)
 
 
+class Swapping(Tripled):
+    """Changes memory of its own, by way of a view, in which rows meet."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        columns = x.clone().t()
+        columns[:, 1:].add_(columns[:, :1])
+        return columns.t()
+
+
+class Shifting(Tripled):
+    """Changes memory of its own, row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        columns = x.clone().t()
+        columns[1:].add_(columns[:1])
+        return columns.t()
+
+
+def test_writes_are_followed() -> None:
+    traced = _traced(Swapping)
+    with pytest.raises(PassError, match="mixes rows"):
+        analyze_batch_axis(traced.graph_module, traced.batch, traced.rows_symbol)
+    traced = _traced(Shifting)
+    layouts = analyze_batch_axis(traced.graph_module, traced.batch, traced.rows_symbol)
+    (name,) = [node.name for node in traced.graph_module.graph.nodes if kept_function(node.target)]
+    assert layouts[name] == Several((Rows(0),))
+
+
+def _scaling(factor: float) -> Any:
+    class Scaling(Tripled):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return factor * x
+
+    return Scaling
+
+
+def test_classes_of_one_name_are_other_operators() -> None:
+    """Users make them in functions, with numbers that their code reads."""
+    x = torch.randn(3, requires_grad=True)
+    for factor in (2.0, 5.0):
+        torch.testing.assert_close(_kept(_scaling(factor), x), factor * x)
+
+
 def test_autocast_is_kept_as_the_call_ran_under_it() -> None:
     assert Autocast.now("cpu").setting is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
