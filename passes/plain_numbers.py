@@ -10,7 +10,8 @@ modes, a symbol's hint and the keys of autograd, seen on 2.11.0 and 2.13.0.)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from rannc_backend.passes.graph_queries import size_expression, symbols_in
 
 _MIN_SMALL_HINT, _MIN_HINT, _MAX_HINT = 5, 53, 100_000
 _AUTOGRAD_KEYS = ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView")
@@ -208,3 +211,53 @@ def fill_diagonal(tensor: torch.Tensor, fill_value: float, wrap: bool = False) -
     first, *others = torch.meshgrid(*numbers, indexing="ij")
     on_diagonal = torch.stack([first == other for other in others]).all(0)
     return tensor.masked_fill_(on_diagonal, fill_value)
+
+
+def numbers_at(sizes: Sequence[Any], more: int, unit: int = 1) -> dict[Any, int]:
+    """A number for each symbol: its example, rounded up to a multiple of `unit`, and with `more` another one."""
+    environments = {size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)}
+    hints = {symbol: hint for environment in environments for symbol, hint in hints_in(environment).items()}
+    ordered = sorted(symbols_in(sizes) & hints.keys(), key=str)
+    return {
+        symbol: (-(-int(hints[symbol]) // unit) * (1 + more) + more * (1 + 2 * place)) * unit
+        for place, symbol in enumerate(ordered)
+    }
+
+
+def number_at(size: Any, numbers: dict[Any, int]) -> int:
+    return int(size_expression(size).xreplace(numbers))
+
+
+def made_up(value: torch.Tensor, numbers: dict[Any, int], place: int, is_parameter: bool) -> torch.Tensor:
+    """A tensor of such sizes on the CPU; of a parameter one number alone, since it may be large, and to each its own,
+    since an average of equal ones changes nothing.
+    """
+    shape = [number_at(size, numbers) for size in value.shape]
+    if is_parameter and value.is_floating_point():
+        made = torch.full((), 0.01 + 0.001 * (place % 64), dtype=value.dtype).expand(shape)
+    elif value.is_floating_point() or value.is_complex():
+        made = torch.linspace(0.1, 1.0, math.prod(shape), dtype=torch.float64).to(value.dtype).view(shape)
+    else:
+        made = torch.full(shape, value.dtype is torch.bool, dtype=value.dtype)
+    return made.requires_grad_(value.requires_grad)
+
+
+@contextmanager
+def counting_saved(inputs: Sequence[torch.Tensor]) -> Iterator[dict[int, int]]:
+    """Bytes that are kept for a gradient, but for those of the inputs, by where they lie."""
+    own = {tensor.untyped_storage()._cdata for tensor in inputs}
+    found: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            found[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
+def needs_gradient(value: object) -> bool:
+    """Whether a tensor in nested containers has one."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value))

@@ -43,9 +43,8 @@ from rannc_backend.capture.errors import own_errors_only  # noqa: E402
 from rannc_backend.capture.first_trace import begin_symbolically  # noqa: E402
 from rannc_backend.capture.inputs import plain_numbers  # noqa: E402
 from rannc_backend.capture.module_compile import trace_modules_of_torch  # noqa: E402
-from rannc_backend.capture.nonstrict.arguments import BatchDims, Call, places_of  # noqa: E402
+from rannc_backend.capture.nonstrict.arguments import BatchDims, Call, Changing, places_of  # noqa: E402
 from rannc_backend.capture.nonstrict.captures import Capture, capture_call  # noqa: E402
-from rannc_backend.capture.nonstrict.trace import Changing  # noqa: E402
 from rannc_backend.capture.refusals import GivenUpModels, recompile_limit, refuse_sharded  # noqa: E402
 from rannc_backend.capture.written_out import trace_margin_loss, trace_soft_labels  # noqa: E402
 from rannc_backend.compiled_call import (  # noqa: E402

@@ -260,7 +260,7 @@ class Deployer:
                 case _:
                     constant = output.value
                     if isinstance(constant, sympy.Expr):
-                        (constant,) = analysis.sizes_at([constant], lengths)
+                        constant = analysis.size_at(constant, lengths)
                     results.append(ConstantOutput(constant=constant))
         return tuple(results)
 

@@ -17,10 +17,11 @@ from torch import nn
 
 from rannc_backend.capture.dynamo import marked_sizes
 from rannc_backend.capture.first_trace import SeenSizes
-from rannc_backend.capture.nonstrict.arguments import BatchDims, Call, Ranks, call_of
+from rannc_backend.capture.nonstrict.arguments import BatchDims, Call, Changing, Ranks, call_of
 from rannc_backend.capture.nonstrict.captures import Capture, find_capture
 from rannc_backend.capture.nonstrict.kept_modules import WHOLE_MODEL
-from rannc_backend.capture.nonstrict.trace import Changing, Recorded
+from rannc_backend.capture.nonstrict.swapping import hide
+from rannc_backend.capture.nonstrict.trace import Recorded
 from rannc_backend.errors import (
     BatchSizeTestError,
     InternalError,
@@ -128,6 +129,8 @@ class NonstrictCalls:
 
     def _served(self, capture: Capture, call: Call) -> Any:
         run = next(run for known, run in self._runs if known is capture)
+        if not bootstrap.is_alone():
+            hide(capture.recorded.kept_attributes)  # ranks that run these modules set them
         return capture.recorded.result(run(*capture.tensors(call)), call)
 
     def _say(self, module: nn.Module, recorded: Recorded) -> None:

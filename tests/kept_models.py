@@ -150,12 +150,40 @@ class OwnValues(Ends):
         return torch.stack([row + row[:length].mean(0) for row, length in zip(x, lengths, strict=True)])
 
 
+class _Counted(nn.Module):
+    """Keeps, for whoever looks, how many steps it took, as miners of pairs keep how many they have found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.steps, self.largest = 0, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps = 0
+        y = self.inner(x)
+        while float(y.detach().abs().max()) > 0.1 * (1 + self.steps):
+            y, self.steps = y * 0.5, self.steps + 1
+        self.largest = y.detach().abs().max()
+        return x + y
+
+
+class Counted(Ends):
+    def __init__(self, *, reads: bool = False) -> None:
+        super().__init__()
+        self.part, self.reads = _Counted(), reads
+
+    def middle(self, x: Tensor) -> Tensor:
+        y = self.part(x)
+        return y / max(1, self.part.steps) if self.reads else y
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "experts that are hit": (lambda: Mixture(HitExperts), "HitExperts"),
     "experts that are skipped": (lambda: Mixture(SkippedExperts), "SkippedExperts"),
     "experts by counts": (lambda: Mixture(SplitExperts), "SplitExperts"),
     "fixpoint": (Searching, "_Fixpoint"),
     "buffers": (Normalized, "_Normalizing"),
+    "attributes": (Counted, "_Counted"),
     "values in the model's own forward": (OwnValues, "OwnValues"),
 }
 

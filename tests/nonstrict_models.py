@@ -255,6 +255,25 @@ class OwnBackwards(Ends):
         return first + second[..., None]
 
 
+class Reporting(Ends):
+    """Puts what it finds into attributes, for whoever looks at them after a call: of itself and of a layer of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+        self.share, self.report = None, {}
+
+    def middle(self, x: Tensor) -> Tensor:
+        with LOCK:
+            y = x * self.scale
+        self.first.seen = x
+        self.hidden, self.num_rows = y.detach(), x.shape[0]
+        self.share = (y > 0).double().mean().item()
+        self.report = {"norm": y.detach().norm().item(), "kind": "norm"}
+        self.penalty = y.pow(2).mean()
+        return y
+
+
 class Paths(Ends):
     """Another path for large batches: of all ranks, not of one."""
 
@@ -397,11 +416,6 @@ def _count(self: Any, x: Tensor) -> Tensor:
     return x * self.calls
 
 
-def _keep(self: Any, x: Tensor) -> Tensor:
-    self.kept = x
-    return x
-
-
 def _decide(self: Any, x: Tensor) -> Tensor:
     return x * 2 if (x > 0).all() else x
 
@@ -467,8 +481,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "clock": (_with(lambda self, x: x * time.time(), "Clock"), "reads a clock"),
     "counter": (_with(_count, "Counter"), "changes the model.calls"),
-    "kept tensor": (_with(_keep, "Keeper"), "changes the model.kept"),
-    "kept until it fails": (_with(_keep_and_read, "KeepingReader"), "changes the model.kept"),
+    "kept until it fails": (_with(_keep_and_read, "KeepingReader"), "known only when the model runs"),
     "global tensor": (
         _with(lambda self, x: x * OUTSIDE, "OutsideTensor"),
         "neither an argument nor registered",

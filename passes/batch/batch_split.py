@@ -88,7 +88,9 @@ class UserScalar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserConstant:
-    """A user output that no node makes: None, a Python constant, or an expression over lengths."""
+    """A user output that no node makes: None, a Python constant, or an expression over lengths and the rows of the whole
+    batch.
+    """
 
     value: object
 

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from rannc_backend.passes.batch.batch_axis import FindRows, Meeting, is_statistic
 from rannc_backend.passes.batch.batch_split import (
@@ -278,13 +279,12 @@ class _Splitter:
             if leaf not in self.scalars:
                 self.scalars.append(leaf)
             return UserScalar(index=self.scalars.index(leaf))
-        what = (
-            "the batch size"
-            if isinstance(layout, RowCount)
-            else "the numbers of rows or statistics of one micro-batch"
-        )
+        if isinstance(layout, RowCount) and _is_known_before_the_step(leaf.meta["val"]):
+            return UserConstant(value=size_expression(leaf.meta["val"]))
         raise PassError(
-            leaf, f"the model returns {what} ({leaf.name}), which differs from slice to slice of the batch"
+            leaf,
+            f"the model returns numbers of rows or statistics of one micro-batch ({leaf.name}), which differ from "
+            "slice to slice of the batch",
         )
 
     def _whole_output(self, leaf: fx.Node) -> UserOutput:
@@ -455,3 +455,7 @@ class _Splitter:
 def _scalar_like(value: Tensor) -> Tensor:
     with value.fake_mode:  # type: ignore[attr-defined]
         return torch.empty((), dtype=torch.int64)
+
+
+def _is_known_before_the_step(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and not free_unbacked_symbols(size)

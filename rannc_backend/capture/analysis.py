@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -27,7 +28,7 @@ from rannc_backend.passes.data_sizes import bound_data_sizes
 from rannc_backend.passes.fixed_sizes import at_numbers
 from rannc_backend.passes.graph_queries import output_values, size_expression
 from rannc_backend.passes.pipeline import PassError
-from rannc_backend.passes.size_nodes import plain_at
+from rannc_backend.passes.size_nodes import Size, plain_at
 
 EXTRA_INPUTS = ("rng_seed", "first_row", "global_rows")
 
@@ -110,10 +111,13 @@ class GraphAnalysis:
             name=name, dtype=fake.dtype, shape=tuple(shape), dim=layout.dim, outer=outer, inner=inner
         )
 
+    def size_at(self, size: sympy.Expr, lengths: tuple[int, ...] | None) -> Size:
+        """A size with numbers in place of lengths."""
+        return plain_at(size, self.captured.numbers_at(lengths))
+
     def sizes_at(self, sizes: Iterable[Any], lengths: tuple[int, ...] | None) -> tuple[int, ...]:
         """Sizes without rows as numbers."""
-        known = self.captured.numbers_at(lengths)
-        found = [plain_at(size_expression(size), known) for size in sizes]
+        found = [self.size_at(size_expression(size), lengths) for size in sizes]
         assert all(isinstance(size, int) for size in found), f"sizes {found} are no numbers"
         return tuple(map(int, found))
 

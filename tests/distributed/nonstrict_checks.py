@@ -23,7 +23,7 @@ from rannc_backend.errors import ModelError, RanncError
 from tests.changing_models import WAYS, Momentum
 from tests.default_dtype import float64
 from tests.distributed.harness.context import Context
-from tests.nonstrict_models import MODELS, REFUSED, ChosenByCount, ChosenByValues, Paths, batch
+from tests.nonstrict_models import MODELS, REFUSED, ChosenByCount, ChosenByValues, Paths, Reporting, batch
 from tests.odd_models import worst_error
 
 EXACT = 1e-12
@@ -111,6 +111,44 @@ def nonstrict_kept(context: Context) -> dict[str, Any]:
                 context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")
             _evaluate(context, name, compiled, alone)
     return {}
+
+
+def nonstrict_attributes(context: Context) -> dict[str, Any]:
+    """What a forward puts into attributes is that of one process, on all ranks: numbers of the whole batch, and this rank's
+    rows; a penalty there is differentiated. What a part that runs as written puts there, its own ranks have.
+    """
+    start, stop = context.interval
+    with float64():
+        model, alone, compiled, optimizers = context.pair(Reporting)
+        for step in range(3):
+            rows = batch(sum(context.case.local_rows), step)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            (compiled(rows[start:stop].clone()) + model.penalty).backward()
+            (alone(rows) + alone.penalty).backward()
+            error = max(
+                worst_error(model, alone),
+                abs(model.share - alone.share),
+                abs(model.report["norm"] - alone.report["norm"]),
+                float((model.hidden - alone.hidden[start:stop]).abs().max()),
+                abs(model.num_rows - len(rows)),
+            )
+            context.findings.that(error <= EXACT, f"attributes, step {step}: off by {error}")
+            for optimizer in optimizers:
+                optimizer.step()
+        model, alone, compiled, _ = context.pair(kept_models.Counted)
+        runs = []
+        for step in range(3):
+            rows = 9 * batch(sum(context.case.local_rows), step)
+            compiled(rows[start:stop].clone()).backward()
+            alone(rows).backward()
+            runs.append(isinstance(model.part.steps, int))
+            if runs[-1]:
+                context.findings.that(model.part.steps == alone.part.steps, f"{model.part.steps} steps")
+            else:
+                context.findings.raises("elsewhere", ("AttributeReadError",), lambda: float(model.part.steps))
+        context.findings.that(len(set(runs)) == 1, f"it ran here in some steps: {runs}")
+    return {"runs": runs[0]}
 
 
 def _changing() -> Iterator[tuple[str, Callable[[], nn.Module], dict[str, Any]]]:

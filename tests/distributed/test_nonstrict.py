@@ -15,6 +15,7 @@ CASES = on_plans(
         *(("kept", "1,1"), ("kept", "2"), ("kept", "1,1,1,1")),
         *(("writing", "1,1"), ("writing", "2"), ("writing", "1,1,1,1")),
         *(("dims", "1,1"), ("dims", "2"), ("dims", "1,2,1")),
+        *(("attributes", "1,1"), ("attributes", "2")),
     ],
     limit_seconds=180.0,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -29,6 +29,10 @@ from rannc_backend.capture.inputs import (
     UserTensor,
 )
 from rannc_backend.errors import UnsupportedModelError, UserInputError
+from rannc_backend.ir.length import SMALLEST, LengthDims, length_symbol
+
+Changing = Set[tuple[int, int]]
+"""Sizes of a call that other calls have had otherwise: tensor and dimension."""
 
 _MAX_TRIED = 4096
 
@@ -237,15 +241,17 @@ def call_of(
     )
 
 
-def places_of(module: nn.Module) -> tuple[Place, ...]:
-    """Every tensor that the module and those in it hold under a name: once, however many names it has."""
+def places_of(module: nn.Module, unread: Set[str] = frozenset()) -> tuple[Place, ...]:
+    """Every tensor that the module and those in it hold under a name: once, however many names it has. Not plain
+    attributes that are `unread` by their names.
+    """
     found: dict[int, tuple[type[Place], dict[str, Any], str, list[str]]] = {}
     # A parameter that is a plain attribute too is a parameter.
     for kind in (ParameterPlace, BufferPlace, AttributePlace):
         for path, part in module.named_modules(remove_duplicate=False):
             holder = getattr(part, kind.dictionary)
             for key, value in holder.items():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor) and not (kind is AttributePlace and key in unread):
                     name = f"{path}.{key}" if path else key
                     entry = found.setdefault(id(value), (kind, holder, key, []))
                     if name not in entry[3] and kind == entry[0]:
@@ -273,6 +279,20 @@ def inputs_of(places: Sequence[Place], call: Call) -> tuple[TensorInput, ...]:
         for index, (tensor, label) in enumerate(zip(call.tensors, call.labels, strict=True))
     ]
     return (*own, *users)
+
+
+def length_dims(call: Call, num_places: int, changing: Changing) -> LengthDims:
+    """One length for each size of the changing dimensions of a call."""
+    sizes = {(index, dim): int(call.tensors[index].shape[dim]) for index, dim in sorted(changing)}
+    hints = tuple(dict.fromkeys(size for size in sizes.values() if size >= SMALLEST))
+    return LengthDims(
+        hints=hints,
+        sizes={
+            (num_places + index, dim): length_symbol(hints.index(size))
+            for (index, dim), size in sizes.items()
+            if size in hints
+        },
+    )
 
 
 def _positional_names(module: nn.Module) -> list[str]:

@@ -23,8 +23,10 @@ from rannc_backend.capture.graph import CapturedGraph, lengths_hold
 from rannc_backend.capture.inputs import TensorInput
 from rannc_backend.capture.nonstrict.arguments import (
     ALONE,
+    AttributePlace,
     BatchDims,
     Call,
+    Changing,
     Place,
     Ranks,
     call_of,
@@ -33,10 +35,12 @@ from rannc_backend.capture.nonstrict.arguments import (
 )
 from rannc_backend.capture.nonstrict.guards import Change, Guards
 from rannc_backend.capture.nonstrict.kept_modules import WHOLE_MODEL, KeptModules, computes_rows_apart
+from rannc_backend.capture.nonstrict.reachable import Reachable
 from rannc_backend.capture.nonstrict.read_values import ReadValue
 from rannc_backend.capture.nonstrict.reads import Reads, Unknown
-from rannc_backend.capture.nonstrict.trace import PROBED_ROWS, Changing, Recorded, record, sizes_after_run
-from rannc_backend.errors import ModelError, RanncError, UnclearBatchDimError, UnsupportedModelError
+from rannc_backend.capture.nonstrict.swapping import attributes_of, changed_error
+from rannc_backend.capture.nonstrict.trace import PROBED_ROWS, Recorded, record, sizes_after_run
+from rannc_backend.errors import ModelError, RanncError, UnclearBatchDimError
 from rannc_backend.ir.graph_input import BatchInput
 from rannc_backend.passes.batch.operator_call import ADVICE
 from rannc_backend.passes.kept_functions import operator_code
@@ -46,6 +50,7 @@ from rannc_backend.passes.plain_numbers import hints_in
 logger = logging.getLogger(__name__)
 
 _MAX_CHOICES = 16
+_MAX_CAPTURES = 4  # a first one fills caches, others show attributes that are written and not read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +126,11 @@ class Capture:
         """The same capture, which takes for granted what has changed since: by this package, which puts hooks
         on the modules that it has planned.
         """
-        return replace(self, guards=Guards.of(module), kept=_kept(self.recorded.places))
+        return replace(
+            self,
+            guards=Guards.of(module, self.guards.unread).without(self.guards.skipped),
+            kept=_kept(self.recorded.places),
+        )
 
     def tensors(self, call: Call) -> list[torch.Tensor]:
         """The inputs of the graph for a call, by their positions."""
@@ -233,32 +242,48 @@ def _tied_to_first(
 
 def _captured(module: nn.Module, call: Call, ranks: Ranks, changing: Changing, all_rows: bool) -> Capture:
     undone: list[Change] = []
-    for _ in range(2):
-        guards = Guards.of(module)
+    unread = _unread_tensors(module)
+    for _ in range(_MAX_CAPTURES):
+        guards = Guards.of(module, unread)
         try:
             undo = functools.partial(_undo_all, guards)
-            recorded = record(module, call, ranks, undo, changing, all_rows=all_rows)
+            recorded = record(module, call, ranks, undo, changing, all_rows=all_rows, unread=unread)
         except BaseException:
             _undo([*undone, *guards.changes()])
             raise
+        guards = guards.without(recorded.kept_attributes)
         changes = list(guards.changes())
-        _undo([change for change in changes if change.is_of_torch])
-        changes = [change for change in changes if not change.is_of_torch]
+        # What torch's own layers keep, and not what the model's code has put there.
+        by_user = guards.written({change.key for change in changes if change.is_of_torch})
+        _undo([change for change in changes if change.is_of_torch and change.key not in by_user])
+        changes = [change for change in changes if not change.is_of_torch or change.key in by_user]
         if not changes:
             return _capture(recorded, guards, call)
         undone += changes
-        if any(_holds_tensor(change.now) for change in changes):
-            break
         logger.debug("the forward has changed %s", ", ".join(change.place for change in changes))
+        if written := _only_written(module, guards, changes):
+            _undo(undone)
+            unread, undone = unread | written, []
+        elif any(_holds_value(change.now) for change in changes):
+            break
     _undo(undone)
-    is_number = isinstance(changes[0].now, Unknown)
-    raise UnsupportedModelError(
-        f"the forward changes {changes[0].place} ({'a number' if is_number else type(changes[0].now).__name__}), which "
-        "a graph does not",
-        cure="keep the tensor there (value.detach()) and read it with .item() after the call, or give it as an output."
-        if is_number
-        else "make it a buffer (self.register_buffer), give it as an output, or change it outside of the "
-        "compiled model.",
+    raise changed_error(changes[0].place, changes[0].now)
+
+
+def _unread_tensors(module: nn.Module) -> frozenset[str]:
+    """The names of plain attributes that hold tensors and that the forward writes and does not read."""
+    names = {place.key for place in places_of(module) if isinstance(place, AttributePlace)}
+    return Reachable(module).only_written(names) if names else frozenset()
+
+
+def _only_written(module: nn.Module, guards: Guards, changes: Sequence[Change]) -> frozenset[str]:
+    """Of attributes of modules that hold tensors or numbers of the call now: the names of those that the forward does not
+    read.
+    """
+    names = {change.key for change in changes if isinstance(change.key, str) and _holds_value(change.now)}
+    of_modules = {(id(holder), key) for holder, key, _ in attributes_of(module, names)}
+    return guards.only_written(
+        {change.key for change in changes if (id(change.holder), change.key) in of_modules} & names
     )
 
 
@@ -356,7 +381,7 @@ def refuse_other_dim(
     guards = Guards.of(module)
     undo = functools.partial(_undo_all, guards)
     try:
-        recorded = record(module, other, ranks, undo)
+        recorded = record(module, other, ranks, undo, unread=_unread_tensors(module))
     except Exception as failure:  # noqa: BLE001 - whatever a forward raises: no other dimension is that of samples
         logger.debug("samples along the second dimension of the inputs: %s", failure)
         return
@@ -379,7 +404,12 @@ def refuse_other_dim(
     )
 
 
-def _holds_tensor(value: object) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)) or any(
-        isinstance(member, torch.Tensor) for member in getattr(value, "__dict__", {}).values()
+def _holds_value(value: object) -> bool:
+    """Whether it holds what is another one in each call: tensors, sizes, numbers that are read."""
+    leaves = pytree.tree_leaves(value, is_leaf=lambda item: isinstance(item, torch.Size))
+    members = getattr(value, "__dict__", {}).values()
+    return any(
+        isinstance(part, torch.Tensor | torch.SymInt | torch.SymFloat | Unknown)
+        for leaf in (*leaves, *members)
+        for part in (leaf if isinstance(leaf, torch.Size) else (leaf,))
     )

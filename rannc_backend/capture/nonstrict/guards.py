@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from rannc_backend.capture.nonstrict.reachable import Reachable, file_of
+from rannc_backend.capture.nonstrict.swapping import Attributes, attributes_of
 from rannc_backend.errors import UnsupportedModelError, is_of_user, user_location
 
 _MAX_DEPTH = 4
@@ -71,16 +72,21 @@ class _Container:
 
     place: str
     holder: Any
-    known: dict[Any, Any]
     is_of_torch: bool
-    are_members: bool  # attributes of an object
+    are_members: bool = False  # attributes of an object
+    skipped: frozenset[str] = frozenset()  # keys that hold whatever the forward has put there
+    known: dict[Any, Any] = field(init=False)
 
-    @classmethod
-    def of(cls, place: str, holder: Any, is_of_torch: bool, are_members: bool = False) -> _Container:
-        return cls(place, holder, _items(holder), is_of_torch, are_members)
+    def __post_init__(self) -> None:
+        self.known = self.items()
+
+    def items(self) -> dict[Any, Any]:
+        """What is in it now."""
+        items = _items(self.holder)
+        return {key: items[key] for key in items.keys() - self.skipped} if self.skipped else items
 
     def changes(self) -> Iterator[Change]:
-        current = _items(self.holder)
+        current = self.items()
         for key in [*self.known, *(key for key in current if key not in self.known)]:
             before, after = self.known.get(key, _MISSING), current.get(key, _MISSING)
             if not _same(before, after):
@@ -101,17 +107,24 @@ class Guards:
     names: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     cells: list[tuple[str, CellType, Any]] = field(default_factory=list)
     modes: tuple[Any, ...] = ()
+    unread: frozenset[str] = frozenset()
+    skipped: Attributes = ()
+    written: Callable[[Set[str]], frozenset[str]] = frozenset  # see `Reachable`
+    only_written: Callable[[Set[str]], frozenset[str]] = frozenset
     _reads: list[Callable[[], Iterable[object]]] = field(default_factory=list)
     _ids: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, module: nn.Module) -> Guards:
-        """Of the values now."""
-        guards, seen = cls(modes=_modes()), set[int]()
+    def of(cls, module: nn.Module, unread: frozenset[str] = frozenset()) -> Guards:
+        """Of the values now, but for attributes that are `unread` by their names; see `attributes_of`."""
+        guards, seen = cls(modes=_modes(), unread=unread), set[int]()
+        skipped = {id(holder) for holder, _, _ in attributes_of(module, unread)}
         for path, part in module.named_modules():
             of_torch = not is_of_user(file_of(type(part)))
-            guards._visit_members(path or "the model", part, seen, _MAX_DEPTH, of_torch)
+            without = unread if id(vars(part)) in skipped else frozenset()
+            guards._visit_members(path or "the model", part, seen, _MAX_DEPTH, of_torch, without)
         reachable = Reachable(module)
+        guards.written, guards.only_written = reachable.written, reachable.only_written
         for holder, name in reachable.names.values():
             value = holder.get(name, _MISSING)
             guards.names.append((holder, name, value))
@@ -123,10 +136,28 @@ class Guards:
         guards._ids = guards._ids_now()
         return guards
 
+    def without(self, attributes: Attributes) -> Guards:
+        """From now on not of these, which modules that run as written set, and that no other code reads."""
+        keys: dict[int, set[str]] = {}
+        for holder, key, _ in attributes:
+            keys.setdefault(id(holder), set()).add(key)
+        for each in self.containers:
+            if each.are_members and id(each.holder) in keys:
+                each.skipped |= keys[id(each.holder)]
+                each.known = {key: value for key, value in each.known.items() if key not in each.skipped}
+        self.skipped = attributes
+        self._reads = list(self._readers())
+        self._ids = self._ids_now()
+        return self
+
     def _readers(self) -> Iterator[Callable[[], Iterable[object]]]:
         """What gives all values, in the same order each time, without a step of Python for each."""
-        dicts = [each.holder for each in self.containers if isinstance(each.holder, dict)]
+        dicts = [
+            each.holder for each in self.containers if isinstance(each.holder, dict) and not each.skipped
+        ]
         others = [each.holder for each in self.containers if not isinstance(each.holder, dict)]
+        partly = [each for each in self.containers if each.skipped]
+        yield lambda: chain.from_iterable(each.items().values() for each in partly)
         yield lambda: chain.from_iterable(map(dict.values, dicts))
         yield lambda: chain.from_iterable(others)
         yield lambda: [cell.cell_contents for _, cell, _ in self.cells]
@@ -164,14 +195,20 @@ class Guards:
         return next((change.place for change in self.changes()), "")
 
     def _visit_members(
-        self, place: str, value: object, seen: set[int], depth: int, of_torch: bool = False
+        self,
+        place: str,
+        value: object,
+        seen: set[int],
+        depth: int,
+        of_torch: bool = False,
+        without: frozenset[str] = frozenset(),
     ) -> None:
         members = vars(value)
         if id(members) in seen:
             return
         seen.add(id(members))
-        self.containers.append(_Container.of(place, members, of_torch, are_members=True))
-        for key, member in members.items():
+        self.containers.append(_Container(place, members, of_torch, are_members=True, skipped=without))
+        for key, member in self.containers[-1].items().items():
             self._visit(f"{place}.{key}", member, seen, depth - 1, of_torch)
 
     def _visit(self, place: str, value: object, seen: set[int], depth: int, of_torch: bool = False) -> None:
@@ -180,7 +217,7 @@ class Guards:
         if isinstance(value, dict | list | tuple | deque):
             seen.add(id(value))
             if not isinstance(value, tuple):
-                self.containers.append(_Container.of(place, value, of_torch))
+                self.containers.append(_Container(place, value, of_torch))
             for key, member in _items(value).items():
                 self._visit(f"{place}[{key!r}]", member, seen, depth - 1, of_torch)
         elif isinstance(getattr(value, "__dict__", None), dict):

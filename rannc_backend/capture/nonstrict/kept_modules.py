@@ -8,10 +8,11 @@ unless the class is declared row-wise: a step runs as one micro-batch on one rep
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -20,6 +21,7 @@ from torch import fx, nn
 
 from rannc_backend.capture.nonstrict.arguments import BatchSize
 from rannc_backend.capture.nonstrict.kept_operators import called_whole
+from rannc_backend.capture.nonstrict.swapping import AttributeReadError, Attributes, hide
 from rannc_backend.errors import DataDependentControlFlowError, ModelError, UnsupportedModelError
 from rannc_backend.passes.graph_queries import size_expression
 from rannc_backend.passes.kept_functions import operator_code
@@ -41,10 +43,14 @@ class KeptModules:
         names: of those that were called as operators, with their classes.
         is_inside: whether one of them runs now.
         all_rows: whether all arguments as long as the batch have its rows, also where the code makes a number of that.
+        unread: names of attributes that the code writes and does not read, where nothing is kept.
+        attributes: that the kept modules set, by their paths.
     """
 
-    def __init__(self, root: nn.Module, *, all_rows: bool = False) -> None:
-        self._root, self.all_rows = root, all_rows
+    def __init__(
+        self, root: nn.Module, *, all_rows: bool = False, unread: frozenset[str] = frozenset()
+    ) -> None:
+        self._root, self.all_rows, self.unread = root, all_rows, unread
         self._paths = {id(part): name for name, part in root.named_modules()}
         self._kept: set[object] = set()
         self._refused: set[object] = set()
@@ -55,10 +61,22 @@ class KeptModules:
         self.is_inside = False
         self._batch: BatchSize | None = None
         self.names: dict[str, str] = {}
+        self.attributes: dict[str, Attributes] = {}
+        self._hidden: dict[str, Callable[[], None]] = {}
 
-    def begin(self, batch: BatchSize) -> None:
-        """Before a run."""
-        self._batch = batch
+    @contextlib.contextmanager
+    def running(self, batch: BatchSize | None = None) -> Iterator[None]:
+        """Around a run; attributes that kept modules set have no value for other code in it, and what they had after it."""
+        self._batch = batch or self._batch
+        try:
+            yield
+        finally:
+            self._show(*self._hidden)
+
+    def _show(self, *paths: str) -> None:
+        for path in paths:
+            if path in self._hidden:
+                self._hidden.pop(path)()
 
     def note(self, location: str, modules: Sequence[nn.Module]) -> None:
         """A value was asked for at this line, within these modules, the outermost first."""
@@ -90,8 +108,9 @@ class KeptModules:
             path = self._paths.get(id(module)) or WHOLE_MODEL
             self.is_inside = True
             assert self._batch is not None, "a run has begun"
+            self._show(path)
             try:
-                result = called_whole(module, path, args, kwargs, self._batch)
+                result, self.attributes[path] = called_whole(module, path, args, kwargs, self._batch)
             except UnsupportedModelError as error:
                 self._refusal = error
                 self._kept.discard(_key(module))
@@ -99,6 +118,7 @@ class KeptModules:
                 raise
             finally:
                 self.is_inside = False
+            self._hidden[path] = hide(self.attributes[path])
             self.names[path] = type(module).__name__
             return result
         try:
@@ -111,6 +131,7 @@ class KeptModules:
         """Whether the forward may run with one more class of modules kept, after this error."""
         self._first = self._first or error
         self.names.clear()
+        self.attributes.clear()
         if len(self._kept) + len(self._refused) >= _MAX_KEPT or not (
             error.needs_value or error.needs_batch_size or isinstance(error, DataDependentControlFlowError)
         ):
@@ -135,7 +156,7 @@ class KeptModules:
 
     def refusal(self, error: ModelError) -> ModelError:
         """What to tell the user: what failed before anything was kept."""
-        return self._first or error
+        return error if isinstance(error, AttributeReadError) else self._first or error
 
     def why(self) -> str:
         """What failed before anything was kept, or before all of the model was, and where."""

@@ -14,10 +14,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import math
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -29,12 +28,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.capture.nonstrict.arguments import BatchSize
-from rannc_backend.capture.nonstrict.swapping import swapped, write_back
+from rannc_backend.capture.nonstrict.swapping import (
+    Attributes,
+    Written,
+    attributes_set_by,
+    noting_writes,
+    swapped,
+    write_back,
+)
 from rannc_backend.capture.written_out import check_own_memory
 from rannc_backend.errors import UnsupportedModelError, needing_value
 from rannc_backend.passes.batch.row_wise import is_row_wise, row_wise
 from rannc_backend.passes.data_sizes import has_data_sizes
-from rannc_backend.passes.graph_queries import size_expression, symbols_in
 from rannc_backend.passes.kept_functions import (
     Arguments,
     Autocast,
@@ -48,8 +53,12 @@ from rannc_backend.passes.kept_functions import (
 from rannc_backend.passes.plain_numbers import (
     NotingDraws,
     RefusingDraws,
+    counting_saved,
     drawing_from,
-    hints_in,
+    made_up,
+    needs_gradient,
+    number_at,
+    numbers_at,
     recording_gradients,
     without_modes,
 )
@@ -98,6 +107,7 @@ class _Whole:
         buffers: places of the buffers and frozen parameters that it changes, whose new values are its last results;
             None: not known yet.
         draws: whether it draws random numbers: then the last tensor is their seed.
+        attributes: that have no value in the first runs; written: of its own, by these runs.
     """
 
     takes_outputs: ClassVar[bool] = True
@@ -114,6 +124,8 @@ class _Whole:
     given: Any = field(default=None, compare=False)
     buffers: tuple[int, ...] | None = None
     draws: bool = False
+    attributes: Attributes = field(default=(), compare=False)
+    written: tuple[Written, ...] = field(default=(), compare=False)
 
     @property
     def runs_whole(self) -> str:
@@ -273,8 +285,9 @@ def called_whole(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     batch: BatchSize,
-) -> Any:
-    """The module's results by way of its operator, which is made if there is none.
+) -> tuple[Any, Attributes]:
+    """The module's results by way of its operator, which is made if there is none; and attributes that its code sets, and
+    does not read before.
 
     `batch`: for code that works with few sizes. Raises UnsupportedModelError where it cannot be one.
     """
@@ -298,7 +311,9 @@ def called_whole(
         num_parameters=len(list(module.parameters())),
         has_gradient=tuple(value.requires_grad and torch.is_grad_enabled() for value in values),
     )
-    whole = _observed(whole, values, sizes, batch)
+    whole = _observed_writing(whole, values, sizes, batch)
+    if wanting := [each.name for each in whole.written if needs_gradient(each.value)]:
+        raise _cannot(path, f"sets {wanting[0]} to a value with a gradient, which is no result")
     if is_row_wise(type(module)) and (whole.draws or whole.buffers):
         raise _cannot(path, "draws random numbers or changes buffers, which a row-wise module may not")
     if whole.draws:
@@ -312,7 +327,8 @@ def called_whole(
         for place, new in zip(changed, found[len(found) - len(changed) :], strict=True):
             values[place].copy_(new)
     remaining = iter(found)
-    return pytree.tree_unflatten([next(remaining) if leaf is None else leaf[0] for leaf in rest], out_spec)
+    result = pytree.tree_unflatten([next(remaining) if leaf is None else leaf[0] for leaf in rest], out_spec)
+    return result, tuple((each.holder, each.key, each.name) for each in whole.written)
 
 
 def _cannot(path: str, why: str) -> UnsupportedModelError:
@@ -320,6 +336,22 @@ def _cannot(path: str, why: str) -> UnsupportedModelError:
         f"{path} {_DECIDES}, and cannot run as written, since it {why}",
         "",
     )
+
+
+def _observed_writing(
+    whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any], batch: BatchSize
+) -> _Whole:
+    """As `_observed`, first with no value of the attributes that the code sets: where that goes well, it reads none before."""
+    module = whole.module()
+    assert module is not None, "it is called"
+    if attributes := attributes_set_by(module, whole.path):
+        with contextlib.suppress(UnsupportedModelError):
+            return _observed(replace(whole, attributes=attributes), values, sizes, batch)
+    whole = _observed(whole, values, sizes, batch)
+    for each in whole.written:
+        # A cache is filled once; what it was before chooses what it is.
+        each.holder[each.key] = each.value
+    return replace(whole, written=())
 
 
 def _observed(
@@ -335,11 +367,11 @@ def _observed(
     error: UnsupportedModelError | None = None
     for unit in (1, _DIVISIBLE):
         try:
-            return _observed_at(whole, values, sizes, [_numbers(all_sizes, more, unit) for more in (0, 1)])
+            return _observed_at(whole, values, sizes, [numbers_at(all_sizes, more, unit) for more in (0, 1)])
         except UnsupportedModelError as failed:
             error = error or failed
     assert error is not None, "two observations have failed"
-    hints = _numbers(all_sizes, more=0)
+    hints = numbers_at(all_sizes, more=0)
     # A rank alone may be here, with arguments that fit no size: then the others must not be asked.
     if not any(_runs(whole, values, sizes, {**hints, batch.symbol: size}) for size in batch.tries()):
         raise error
@@ -366,23 +398,23 @@ def _runs(
 
 def _tried_at(
     whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any], numbers: dict[Any, int]
-) -> tuple[list[torch.Tensor], tuple[list[torch.Tensor], Any, InnerWork, bool]]:
+) -> tuple[list[torch.Tensor], tuple[list[torch.Tensor], Any, InnerWork, bool, tuple[Written, ...]]]:
     """What was made up at these sizes, and the run."""
     with without_modes(), torch._C.DisableTorchFunction():
         made = [
-            _made_up(value, numbers, place, place < whole.num_parameters)
-            for place, value in enumerate(values)
+            made_up(value, numbers, place, place < whole.num_parameters) for place, value in enumerate(values)
         ]
-    return made, _tried(whole, made, [_number(size, numbers) for size in sizes])
+    return made, _tried(whole, made, [number_at(size, numbers) for size in sizes])
 
 
 def _observed_at(
     whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any], tries: Sequence[dict[Any, int]]
 ) -> _Whole:
-    seen = []
+    seen, written = [], dict[tuple[int, str], Written]()
     for numbers in tries:
-        made, (result, kinds, work, draws) = _tried_at(whole, values, sizes, numbers)
+        made, (result, kinds, work, draws, writes) = _tried_at(whole, values, sizes, numbers)
         whole = replace(whole, draws=whole.draws or draws)
+        written |= {(id(each.holder), each.key): each for each in writes}
         seen.append((result, kinds, made))
     (first, given, first_inputs), (other, other_given, other_inputs) = seen
     if given != other_given or len(first) != len(other):
@@ -398,70 +430,29 @@ def _observed_at(
             for pair in zip(one.shape, two.shape, strict=True)
         ]
         results.append(_Result(tuple(dims), one.dtype))
-    return replace(whole, results=tuple(results), given=given, work=work, buffers=given[2])
-
-
-@contextlib.contextmanager
-def _counting_saved(inputs: Sequence[torch.Tensor]) -> Iterator[dict[int, int]]:
-    """Bytes that are kept for a gradient, but for those of the inputs, by where they lie."""
-    own = {tensor.untyped_storage()._cdata for tensor in inputs}
-    found: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            found[storage._cdata] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found
-
-
-def _numbers(sizes: Sequence[Any], more: int, unit: int = 1) -> dict[Any, int]:
-    """A number for each symbol: its example, rounded up to a multiple of `unit`, and with `more` another one."""
-    environments = {size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)}
-    hints = {symbol: hint for environment in environments for symbol, hint in hints_in(environment).items()}
-    ordered = sorted(symbols_in(sizes) & hints.keys(), key=str)
-    return {
-        symbol: (-(-int(hints[symbol]) // unit) * (1 + more) + more * (1 + 2 * place)) * unit
-        for place, symbol in enumerate(ordered)
-    }
-
-
-def _number(size: Any, numbers: dict[Any, int]) -> int:
-    return int(size_expression(size).xreplace(numbers))
-
-
-def _made_up(value: torch.Tensor, numbers: dict[Any, int], place: int, is_parameter: bool) -> torch.Tensor:
-    """A tensor of such sizes on the CPU; of a parameter one number alone, since it may be large, and to each its own,
-    since an average of equal ones changes nothing.
-    """
-    shape = [_number(size, numbers) for size in value.shape]
-    if is_parameter and value.is_floating_point():
-        made = torch.full((), 0.01 + 0.001 * (place % 64), dtype=value.dtype).expand(shape)
-    elif value.is_floating_point() or value.is_complex():
-        made = torch.linspace(0.1, 1.0, math.prod(shape), dtype=torch.float64).to(value.dtype).view(shape)
-    else:
-        made = torch.full(shape, value.dtype is torch.bool, dtype=value.dtype)
-    return made.requires_grad_(value.requires_grad)
+    facts: dict[str, Any] = {"given": given, "work": work, "buffers": given[2]}
+    return replace(whole, results=tuple(results), written=tuple(written.values()), **facts)
 
 
 def _tried(
     whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any]
-) -> tuple[list[torch.Tensor], Any, InnerWork, bool]:
+) -> tuple[list[torch.Tensor], Any, InnerWork, bool, tuple[Written, ...]]:
+    module = whole.module()
+    assert module is not None, "it is called"
     try:
         with (
+            noting_writes(module, whole.path, whole.attributes) as writes,
             without_modes(),
             torch._C.DisableTorchFunction(),
             drawing_from(0, torch.device("cpu")),
             NotingDraws() as draws,
             FlopCounterMode(display=False) as counter,
-            _counting_saved(values) as saved,
+            counting_saved(values) as saved,
         ):
             found, given = whole.run_alone(values, sizes)
             num_elements = max(1, sum(value.numel() for value in found))
         work = InnerWork(counter.get_total_flops() / num_elements, sum(saved.values()) / num_elements)
-        return found, given, work, draws.has_drawn
+        return found, given, work, draws.has_drawn, writes()
     except UnsupportedModelError as error:
         raise _cannot(whole.path, f"cannot be tried alone: {error.args[0]}") from error
     except Exception as error:  # whatever the user's code raises for numbers that are not the user's

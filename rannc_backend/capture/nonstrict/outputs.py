@@ -93,6 +93,11 @@ def sorted_leaves(
     return replace(found, outputs=tuple(outputs))
 
 
+def can_be_given(leaf: object) -> bool:
+    """Whether later calls can give another value in the place of this one."""
+    return isinstance(leaf, (torch.Tensor, torch.SymInt, Unknown, *_PLAIN))
+
+
 def taken_apart(result: Any) -> tuple[list[Any], Structure]:
     """The leaves of a result in order, and how they were put together. An object that cannot be taken apart is a
     leaf.

@@ -2,17 +2,19 @@
 run.
 
 In: a module. Out: the functions that its forward may come to, and the names of globals and closures that they
-read. What is found is more than a run reads: a guard too many is a capture too many, one too few a wrong
-number. Functions are followed by the names in their code: globals, attributes of imported modules, and
-methods of the classes of the model's modules. Code of torch and of Python's own library is not followed.
+read; and, of names of attributes, which ones they only write. What is found as read is more than a run reads: a
+guard too many is a capture too many, one too few a wrong number. Functions are followed by the names in their
+code: globals, attributes of imported modules, and methods of the classes of the model's modules. Code of torch and
+of Python's own library is not followed.
 """
 
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -23,6 +25,10 @@ from rannc_backend.errors import is_of_user
 _MAX_FUNCTIONS = 20_000
 _ENTRIES = ("forward", "__call__", "__getattr__")
 _FOLLOWED = (FunctionType, MethodType, ModuleType, type)
+_BY_STRING = frozenset(
+    {"getattr", "hasattr", "vars", "eval", "exec", "attrgetter", "__dict__", "__getattribute__"}
+)
+_OF_MODULES = frozenset(dir(nn.Module())) | vars(nn.Module()).keys()
 
 
 class Reachable:
@@ -34,6 +40,7 @@ class Reachable:
         self._classes = {type(part) for part in module.modules()}
         self._methods = _methods_by_name(self._classes)
         self._seen: set[int] = set()
+        self._codes: list[CodeType] = []
         self._waiting: list[FunctionType] = []
         for cls in self._classes:
             for name in _ENTRIES:
@@ -47,6 +54,24 @@ class Reachable:
         while self._waiting and len(self._seen) < _MAX_FUNCTIONS:
             self._follow(self._waiting.pop())
 
+    def written(self, names: Set[str]) -> frozenset[str]:
+        """Those of the names of attributes that code sets."""
+        codes = (code for code in self._codes if not names.isdisjoint(_names_in(code)))
+        return frozenset(names & set[str]().union(*(_attributes_in(code)[0] for code in codes)))
+
+    def only_written(self, names: Set[str]) -> frozenset[str]:
+        """Those that code sets and none reads: by no name in it and, where any reads attributes by strings, by no string.
+        None if there is more code than is followed.
+        """
+        names = self.written(names) - _OF_MODULES
+        if not names or self._waiting:
+            return frozenset()
+        codes = [code for code in self._codes if not names.isdisjoint(_names_in(code))]
+        read = set[str]().union(*(_attributes_in(code)[1] for code in codes))
+        if not all(map(_BY_STRING.isdisjoint, map(_names_in, self._codes))):
+            read = read.union(*map(_strings_in, self._codes))
+        return frozenset(names - read)
+
     def _add(self, value: object) -> None:
         """A value that code may call."""
         for function in _functions_in(value):
@@ -55,6 +80,7 @@ class Reachable:
                 self._waiting.append(function)
 
     def _follow(self, function: FunctionType) -> None:
+        self._codes.append(function.__code__)
         names = _names_in(function.__code__)
         modules: list[ModuleType] = []
         for name in names:
@@ -83,21 +109,49 @@ class Reachable:
             self._add(value)
 
 
-def _names_in(code: CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= _names_in(constant)
-    return names
+def _inner(code: CodeType) -> Iterator[CodeType]:
+    return (constant for constant in code.co_consts if isinstance(constant, CodeType))
 
 
-def _globals_of(code: CodeType) -> set[str]:
+@functools.lru_cache(maxsize=_MAX_FUNCTIONS)
+def _names_in(code: CodeType) -> frozenset[str]:
+    return frozenset(code.co_names).union(*map(_names_in, _inner(code)))
+
+
+@functools.lru_cache(maxsize=_MAX_FUNCTIONS)
+def _globals_of(code: CodeType) -> frozenset[str]:
     """The names that code looks up among globals, in functions inside of it too."""
-    loaded = {
+    loaded = frozenset(
         str(item.argval) for item in dis.get_instructions(code) if item.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    }
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return loaded.union(*map(_globals_of, inner))
+    )
+    return loaded.union(*map(_globals_of, _inner(code)))
+
+
+@functools.lru_cache(maxsize=_MAX_FUNCTIONS)
+def _attributes_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The names of attributes that code sets, and all names that it uses otherwise, in functions inside of it too."""
+    written, read = set[str](), set[str]()
+    for item in dis.get_instructions(code):
+        if item.opcode in dis.hasname:
+            (written if item.opname == "STORE_ATTR" else read).add(str(item.argval))
+    for inner in map(_attributes_in, _inner(code)):
+        written |= inner[0]
+        read |= inner[1]
+    return frozenset(written), frozenset(read)
+
+
+def _strings_in(code: CodeType) -> set[str]:
+    constants: list[object] = [*code.co_consts]
+    found = set[str]()
+    while constants:
+        constant = constants.pop()
+        if isinstance(constant, str):
+            found.add(constant)
+        elif isinstance(constant, tuple | frozenset):
+            constants += constant
+        elif isinstance(constant, CodeType):
+            constants += constant.co_consts
+    return found
 
 
 def _functions_in(value: object) -> Iterator[FunctionType]:
@@ -117,6 +171,23 @@ def _functions_in(value: object) -> Iterator[FunctionType]:
         for member in vars(value).values():
             if not isinstance(member, type):
                 yield from _functions_in(member)
+
+
+@functools.lru_cache(maxsize=_MAX_FUNCTIONS)
+def names_set_by(cls: type) -> frozenset[str]:
+    """The names of attributes that methods of the user's classes set, but for constructors."""
+    bases = [base for base in cls.__mro__ if is_of_user(file_of(base))]
+    members = (value for base in bases for name, value in vars(base).items() if name != "__init__")
+    codes = (function.__code__ for member in members for function in _functions_in(member))
+    return frozenset[str]().union(*(_attributes_in(code)[0] for code in codes)) - _OF_MODULES
+
+
+@functools.lru_cache(maxsize=_MAX_FUNCTIONS)
+def names_in_library_code(cls: type) -> frozenset[str]:
+    """All names in the code of classes of torch and of Python that a module's class inherits from."""
+    bases = [base for base in cls.__mro__ if base is not object and not is_of_user(file_of(base))]
+    functions = (code for base in bases for member in vars(base).values() for code in _functions_in(member))
+    return frozenset[str]().union(*(_names_in(function.__code__) for function in functions))
 
 
 def file_of(cls: type) -> str:

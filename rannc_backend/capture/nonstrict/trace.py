@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import traceback
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,12 +35,21 @@ from rannc_backend.capture.aten_trace import (
 from rannc_backend.capture.batch_inputs import batch_candidates, batch_of_one_size
 from rannc_backend.capture.graph import CapturedGraph, captured_of, lengths_hold
 from rannc_backend.capture.inputs import TensorInput, UserTensor, check_devices
-from rannc_backend.capture.nonstrict.arguments import BatchSize, Call, Place, Ranks, inputs_of, places_of
+from rannc_backend.capture.nonstrict.arguments import (
+    BatchSize,
+    Call,
+    Changing,
+    Place,
+    Ranks,
+    inputs_of,
+    length_dims,
+    places_of,
+)
 from rannc_backend.capture.nonstrict.kept_modules import KeptModules
 from rannc_backend.capture.nonstrict.outputs import Structure, sorted_leaves, taken_apart
 from rannc_backend.capture.nonstrict.read_values import ReadValue, TracedValue, read_value
 from rannc_backend.capture.nonstrict.reads import Decision, Reads, Unknown, checked_both_ways, used_as_number
-from rannc_backend.capture.nonstrict.swapping import swapped, write_back
+from rannc_backend.capture.nonstrict.swapping import Attributes, Written, swapped, values_of, write_back
 from rannc_backend.capture.nonstrict.watch import Watch, keep_second_derivatives
 from rannc_backend.errors import (
     DataDependentControlFlowError,
@@ -49,7 +59,7 @@ from rannc_backend.errors import (
     needing_batch_size,
     user_location,
 )
-from rannc_backend.ir.length import NO_LENGTHS, SMALLEST, LengthDims, length_symbol
+from rannc_backend.ir.length import NO_LENGTHS, LengthDims
 from rannc_backend.ir.size_test import SizeTest, first_broken
 from rannc_backend.passes.plain_numbers import (
     is_apart_from,
@@ -65,16 +75,16 @@ PROBED_ROWS = 53
 _MAX_TRACES = 6
 
 
-Changing = Set[tuple[int, int]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
     """A captured forward. The tensor at position i is that of ``places[i]``, then those of the call."""
 
     captured: CapturedGraph
     places: tuple[Place, ...]
-    structure: Structure  # of what the forward gives
+    structure: (
+        Structure  # of what the forward gives, and of what it puts into attributes that it does not read
+    )
+    written: tuple[Written, ...] = ()  # these attributes
     constants: tuple[tuple[int, Any], ...]  # leaves of it that are no tensors, by position
     passed: tuple[tuple[int, int], ...]  # leaves that are arguments, by position; their place in the call
     # leaves that are numbers (`loss.item()`), by position: of how many tensors, and what of these
@@ -84,6 +94,7 @@ class Recorded:
     decisions: tuple[Decision, ...] = ()  # values that chose the path
     kept_modules: Mapping[str, str] = field(default_factory=dict)  # that run as written, with their classes
     why_kept: str = ""
+    kept_attributes: Attributes = ()  # that these set, on the ranks that run them
     lengths: LengthDims = NO_LENGTHS
 
     def takes(self, num_rows: int) -> bool:
@@ -91,7 +102,7 @@ class Recorded:
         return first_broken(self.captured.size_tests, num_rows) is None
 
     def result(self, outputs: Sequence[Any], call: Call) -> Any:
-        """What the forward gives for a call, with these tensors."""
+        """What the forward gives for a call, with these tensors; attributes that it writes have their values then."""
         known = dict(self.constants) | {position: call.given[index] for position, index in self.passed}
         remaining = iter(outputs)
 
@@ -103,7 +114,10 @@ class Recorded:
             count, form = self.numbers[position]
             return form(*(next(remaining).tolist() for _ in range(count)))
 
-        return self.structure.rebuilt(map(leaf, range(self.structure.num_leaves)))
+        result, *values = self.structure.rebuilt(map(leaf, range(self.structure.num_leaves)))
+        for attribute, value in zip(self.written, values, strict=True):
+            attribute.holder[attribute.key] = value
+        return result
 
 
 def record(
@@ -113,11 +127,12 @@ def record(
     undo: Callable[[], None],
     changing: Changing = frozenset(),
     all_rows: bool = False,
+    unread: frozenset[str] = frozenset(),
 ) -> Recorded:
     """Capture one call of the module. Collective where its code tests its batch size or values.
 
     ``changing``: (tensor of the call, dimension) of sizes that other calls have had otherwise: these are lengths
-    where the forward can be traced so. ``all_rows``: see `KeptModules`. ``undo``: takes back what a failed run changed.
+    where the forward can be traced so. ``all_rows``, ``unread``: see `KeptModules`. ``undo``: takes back what a failed run changed.
 
     Raises:
         UnsupportedModelError: for what a graph cannot hold exactly; with the user's line.
@@ -125,9 +140,10 @@ def record(
         ModelDevicesError: parameters on several devices.
     """
     tensors = [
-        None if ranks.is_absent(item.tensor) else item.tensor for item in inputs_of(places_of(module), call)
+        None if ranks.is_absent(item.tensor) else item.tensor
+        for item in inputs_of(places_of(module, unread), call)
     ]
-    kept = KeptModules(module, all_rows=all_rows)
+    kept = KeptModules(module, all_rows=all_rows, unread=unread)
     while True:
         try:
             recorded, unchecked, decisions = checked_both_ways(
@@ -142,18 +158,19 @@ def record(
             logger.debug("the forward is run again with more modules kept whole: %s", error)
             continue
         more: dict[str, Any] = {"kept_modules": dict(kept.names), "why_kept": kept.why()}
+        more["kept_attributes"] = tuple(itertools.chain(*kept.attributes.values()))
         return replace(recorded, unchecked=unchecked, decisions=decisions, **more)
 
 
 def _recorded(
     module: nn.Module, call: Call, reads: Reads, ranks: Ranks, changing: Changing, kept: KeptModules
 ) -> Recorded:
-    places = places_of(module)
+    places = places_of(module, kept.unread)
     inputs = inputs_of(places, call)
     if ranks.device is None:
         check_devices(inputs)
     numbers = {size for item in inputs for size in item.tensor.shape}
-    wanted = _length_dims(call, len(places), changing)
+    wanted = length_dims(call, len(places), changing)
     for hints in length_hints(wanted.hints, numbers):
         lengths = replace(wanted, hints=hints)
         try:
@@ -164,20 +181,6 @@ def _recorded(
         if lengths_hold(recorded.captured, wanted.hints):
             return recorded
     return _recorded_at(module, call, places, inputs, reads, ranks, NO_LENGTHS, kept)
-
-
-def _length_dims(call: Call, num_places: int, changing: Changing) -> LengthDims:
-    """One length for each size of the changing dimensions of a call."""
-    sizes = {(index, dim): int(call.tensors[index].shape[dim]) for index, dim in sorted(changing)}
-    hints = tuple(dict.fromkeys(size for size in sizes.values() if size >= SMALLEST))
-    return LengthDims(
-        hints=hints,
-        sizes={
-            (num_places + index, dim): length_symbol(hints.index(size))
-            for (index, dim), size in sizes.items()
-            if size in hints
-        },
-    )
 
 
 def _recorded_at(
@@ -210,6 +213,7 @@ def _recorded_at(
         captured=captured_of(trace, batch, module, lengths=lengths, size_tests=run.size_tests),
         places=places,
         structure=run.structure,
+        written=run.written,
         constants=tuple(run.constants.items()),
         passed=tuple(run.passed.items()),
         numbers=dict(run.numbers),
@@ -304,6 +308,7 @@ class _Run:
         self._inputs = inputs
         self._call = call
         self.structure: Structure | None = None
+        self.written: tuple[Written, ...] = ()
         self.size_tests: tuple[SizeTest, ...] = ()
         self.constants: dict[int, Any] = {}
         self.passed: dict[int, int] = {}
@@ -315,8 +320,8 @@ class _Run:
         args, kwargs = self._call.rebuilt(given)
         watch = Watch(rows, self._reads, self._kept)
         self._reads.begin(functools.partial(self._read, rows.symbol), watch.note_place)
-        self._kept.begin(BatchSize(rows.symbol, self._local_rows, self._all_rows))
-        with swapped(self._module, others) as swap:
+        running = self._kept.running(BatchSize(rows.symbol, self._local_rows, self._all_rows))
+        with running, swapped(self._module, others, self._kept.unread) as swap:
             try:
                 with watch.watching():
                     result = _rannc_forward(self._kept, args, kwargs)
@@ -324,7 +329,9 @@ class _Run:
                 with contextlib.suppress(ModelError):
                     self.size_tests = watch.size_tests()
                 raise
-            leaves, self.structure = taken_apart(result)
+            self.written = swap.written()
+            values = values_of(self.written, others.values(), self._kept.names)
+            leaves, self.structure = taken_apart((result, *values))
             write_back(swap.replaced(), leaves)
         self.size_tests = watch.size_tests()
         found = sorted_leaves(leaves, given, watch.packed.holds)
@@ -446,7 +453,7 @@ def sizes_after_run(
 
 def _without_graph(module: nn.Module, call: Call, ranks: Ranks, kept: KeptModules, reads: Reads) -> None:
     """Run the forward for how it ends: with a plain number for the batch size, which takes a tenth of the time."""
-    inputs = inputs_of(places_of(module), call)
+    inputs = inputs_of(places_of(module, kept.unread), call)
     rows = prime_apart_from({size for item in inputs for size in item.tensor.shape})
     sizes = {(position, 0): rows for position in _batch_guess(inputs)}
     _run_on_fakes(module, inputs, call, ranks, reads, kept, ShapeEnv(), sizes)
@@ -483,7 +490,8 @@ def _run_on_fakes(
         watch = Watch(never, reads, kept)
         reads.begin(noted=watch.note_place)
         with (
-            swapped(module, others),
+            kept.running(),
+            swapped(module, others, kept.unread),
             enable_python_dispatcher(),
             fx.traceback.preserve_node_meta(),
             watch.watching(),

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+import sympy
 import torch
 
 from rannc_backend.ir.action import Channel
@@ -69,10 +70,16 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConstantOutput:
-    """A flat user output that no stage makes."""
+    """A flat user output that no stage makes; an expression is one over the number of rows of all ranks."""
 
     constant: object
     differentiable: ClassVar[bool] = False
+
+    def value(self, num_rows: int) -> object:
+        """For a batch of so many rows on all ranks."""
+        if not isinstance(self.constant, sympy.Expr):
+            return self.constant
+        return int(self.constant.xreplace(dict.fromkeys(self.constant.free_symbols, sympy.Integer(num_rows))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,17 +105,22 @@ def collect_outputs(
     for output in outputs:
         match output:
             case DeliveredRows():
-                results.append(_rows(output, state, world))
+                results.append(_no_view(_rows(output, state, world)))
             case Scalar():
-                results.append(scalars[output.index])
+                results.append(_no_view(scalars[output.index]))
             case Replicated():
                 results.append(_replicated(output, state, world))
             case NotDelivered():
                 results.append(UnavailableOutput.because(output.why, is_left_out=output.is_left_out))
             case _:
-                results.append(output.constant)
+                results.append(output.value(state.rows.global_rows))
     state.row_outputs.clear()
     return results
+
+
+def _no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as a tensor that the user may change in place: on all ranks, of which some have a slice."""
+    return tensor.data if tensor._is_view() else tensor
 
 
 def _rows(output: DeliveredRows, state: StepState, world: World) -> torch.Tensor:

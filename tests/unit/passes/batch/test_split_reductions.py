@@ -262,7 +262,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "normalised_loss": (lambda z: z / z.abs().sum(), r"aten\.div .*mixes rows"),
     "batch_softmax_of_sums": (lambda z: z * z.sum(0).softmax(0), r"aten\.mul .*mixes rows"),
     "second_sum_of_inputs": (lambda z, x: z + ((x - x.mean(0)) ** 2).sum(0).sum(), r"aten\.add .*mixes rows"),
-    "batch_size_returned": (lambda z, x: (z, x.shape[0]), "returns the batch size"),
     "row_numbers_returned": (lambda z, x: (z, torch.arange(x.shape[0])), "numbers of rows"),
     "maximum": (lambda z: z.max(), r"aten\.max"),
 }

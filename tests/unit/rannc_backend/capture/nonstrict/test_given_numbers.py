@@ -49,7 +49,7 @@ class _Iterating(Ends):
 class _Logging(Ends):
     def middle(self, x: Tensor) -> Tensor:
         self.logged = x.mean().item()
-        return x
+        return x * 2 if self.logged is None else x
 
 
 class _Counted(Ends):

@@ -20,6 +20,7 @@ from rannc_backend.capture.nonstrict.arguments import Call, call_of
 from rannc_backend.capture.nonstrict.captures import Capture, capture_call
 from rannc_backend.capture.nonstrict.kept_modules import WHOLE_MODEL
 from rannc_backend.capture.nonstrict.kept_operators import NAMESPACE
+from rannc_backend.capture.nonstrict.swapping import hide
 from rannc_backend.errors import BatchMixedError, ModelError, UnsupportedModelError
 from rannc_backend.passes.kept_functions import operator_code
 from rannc_backend.passes.stage.liveness import live_bytes
@@ -32,6 +33,7 @@ from tests.kept_models import (
     MODELS,
     REFUSED,
     CenteredExperts,
+    Counted,
     HitExperts,
     Mixture,
     drawing,
@@ -205,6 +207,35 @@ def test_what_cannot_run_as_written_is_refused(name: str) -> None:
     assert "kept_models.py" in refused.value.location
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key])
+
+
+def test_attributes_that_a_part_sets_are_its_own() -> None:
+    """They are those of its last run, a capture leaves none behind, and they end no capture."""
+    model = Counted()
+    capture = captured(model)
+    assert model.part.steps == 0
+    for rows in (4, 7):
+        alone = copy.deepcopy(model)
+        assert capture.serves(call_of(model, (batch(rows, rows),), {})) == ""
+        results(capture, model, 9 * batch(rows, rows))
+        alone(9 * batch(rows, rows))
+        assert model.part.steps == alone.part.steps > 0
+        assert torch.equal(model.part.largest, alone.part.largest)
+
+
+def test_what_other_code_reads_of_such_attributes_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="reads an attribute that is set by a module that runs"):
+        captured(Counted(reads=True))
+
+
+def test_ranks_that_do_not_run_a_part_have_no_attributes_of_it() -> None:
+    model = Counted()
+    give_back = hide(captured(model).recorded.kept_attributes)
+    assert "set on the ranks" in repr(copy.deepcopy(model).part.steps)
+    with pytest.raises(UnsupportedModelError, match="is set by a module that runs as written"):
+        float(model.part.steps)
+    give_back()
+    assert model.part.steps == 0
 
 
 def test_a_batch_size_as_a_number_that_cannot_run_as_written_is_told_with_its_line() -> None:
