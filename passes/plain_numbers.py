@@ -54,10 +54,20 @@ def at_hint(value: Any, mode: FakeTensorMode) -> Any:
     if not isinstance(value, torch.Tensor):
         return hint_of(value)
     sizes, strides = (
-        [at_hint(number, mode) for number in numbers] for numbers in (value.shape, value.stride())
+        [_hint_or_stand_in(number) for number in numbers] for numbers in (value.shape, value.stride())
     )
     with mode, torch.no_grad():
         return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+
+
+def _hint_or_stand_in(number: Any) -> int:
+    """The hint of a size; of one that depends on data, that of what it has to be, or else any."""
+    hint = hint_of(number)
+    if hint is not None:
+        return int(hint)
+    environment = number.node.shape_env
+    expression = environment.replace(number.node.expr).xreplace(hints_in(environment))
+    return int(expression.xreplace(dict.fromkeys(expression.free_symbols, sympy.Integer(2))))
 
 
 def hints_of(value: torch.Tensor) -> Any:

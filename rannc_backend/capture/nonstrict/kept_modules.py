@@ -107,7 +107,8 @@ class KeptModules:
         if _key(module) in self._kept:
             path = self._paths.get(id(module)) or WHOLE_MODEL
             self.is_inside = True
-            assert self._batch is not None, "a run has begun"
+            if self._batch is None:
+                raise UnsupportedModelError(f"{path} runs as written, and no argument is known to have rows")
             self._show(path)
             try:
                 result, self.attributes[path] = called_whole(module, path, args, kwargs, self._batch)

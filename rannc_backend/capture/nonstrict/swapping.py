@@ -80,7 +80,7 @@ class _UnknownAttribute:
     def __repr__(self) -> str:
         return "<set on the ranks that run this module>"
 
-    __bool__ = __eq__ = __hash__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # type: ignore[assignment]
+    __bool__ = __eq__ = __hash__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __float__ = __int__ = __index__ = __len__ = __iter__ = __getitem__ = __call__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
 
@@ -167,7 +167,7 @@ def attributes_of(module: nn.Module, names: Set[str]) -> Iterator[tuple[dict[str
     None that code of torch's own may read.
     """
     for path, part in module.named_modules() if names else ():
-        for name in sorted(names - names_in_library_code(type(part))):
+        for name in sorted(names - names_in_library_code(part.__class__)):
             yield vars(part), name, f"{path or 'the model'}.{name}"
 
 
@@ -180,7 +180,7 @@ def attributes_set_by(module: nn.Module, path: str) -> Attributes:
     return tuple(
         (vars(part), name, ".".join(filter(None, (path, inner, name))))
         for inner, part in module.named_modules()
-        for name in sorted(names_set_by(type(part)) & vars(part).keys())
+        for name in sorted(names_set_by(part.__class__) & vars(part).keys())
         if not isinstance(vars(part)[name], torch.Tensor)
     )
 

@@ -91,8 +91,8 @@ _LEN = len
 _TRACED = (FunctionalTensor, FakeTensor)
 _APPLY = vars(torch.autograd.Function)["apply"]
 #: What `apply` of every function comes to, also one that was taken from the class before (`scan = Scan.apply`).
-_BASE = torch.autograd.function._SingleLevelFunction  # type: ignore[attr-defined]
-_BASE_APPLY = vars(torch._C._FunctionBase)["apply"]  # type: ignore[attr-defined]
+_BASE = torch.autograd.function._SingleLevelFunction
+_BASE_APPLY = vars(torch._C._FunctionBase)["apply"]
 
 
 class Watch(TorchFunctionMode):

@@ -308,11 +308,10 @@ def refuse_gradients_by_name(tables: Callable[[], Sequence[ParameterTable]]) -> 
             )
         return original(outputs, inputs, *args, **kwargs)
 
-    undo = [
+    return hooks.together(
         hooks.replace("gradients by name", torch.autograd, "grad", grad),
         hooks.replace("backward by name", torch.autograd, "backward", backward),
-    ]
-    return lambda: [end() for end in undo] and None
+    )
 
 
 def _tensors_in(values: Any) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import sympy
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rannc_backend.capture.analysis import analyze
@@ -14,6 +15,7 @@ from rannc_backend.capture.nonstrict.arguments import call_of
 from rannc_backend.capture.nonstrict.captures import capture_call
 from rannc_backend.passes.data_sizes import bound_data_sizes, has_data_sizes, log_sigmoid_backward
 from tests.data_size_models import MODELS, batch
+from tests.default_dtype import float64
 from tests.nonstrict_models import graph_arguments
 
 
@@ -77,3 +79,33 @@ def test_where_choices_are_not_followed_lengths_stay() -> None:
     assert analyze(captured).split.whole_batch is None
     split = analyze(captured, choices=False).split
     assert split.whole_batch is not None and not split.has_choices
+
+
+class _Margin(nn.Module):
+    """A margin for the score of the right class, chosen by a mask (ArcFace): as many scores as samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        scores = self.last(x)
+        mask = torch.zeros(labels.size(0), 4, dtype=scores.dtype)
+        mask[torch.arange(labels.size(0)), labels] = 1
+        right = scores[mask == 1]
+        return F.cross_entropy(scores + mask * (right.cos() - right).unsqueeze(1), labels)
+
+
+def test_as_many_elements_as_samples_that_a_mask_chooses() -> None:
+    with float64():
+        torch._dynamo.reset()
+        model = _Margin()
+        alone = copy.deepcopy(model)
+        compiled = torch.compile(model, backend="rannc", options={"stage_compiler": "eager"})
+        for rows in (5, 7):
+            x, labels = torch.randn(rows, 6), torch.randint(4, (rows,))
+            losses = [each(x, labels) for each in (compiled, alone)]
+            for loss in losses:
+                loss.backward()
+            torch.testing.assert_close(*losses, rtol=1e-13, atol=1e-13)
+            torch.testing.assert_close(model.last.weight.grad, alone.last.weight.grad, rtol=1e-12, atol=1e-13)
