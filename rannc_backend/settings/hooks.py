@@ -180,20 +180,13 @@ HOOKS = (
         when=AT_MODEL, until=_ENDS_BY_CALL, why="an infinity on one rank makes all skip the step",
     ),
     Hook(
-        name="norms",
-        what="`torch.nn.utils.clip_grad_norm_`, `clip_grad_value_`, `get_total_norm`",
-        by="runtime.torch_internals",
-        when=AT_MODEL,
-        until=_ENDS_BY_CALL,
+        name="norms", what="`torch.nn.utils.clip_grad_norm_`, `clip_grad_value_`, `get_total_norm`",
+        by="runtime.torch_internals", when=AT_MODEL, until=_ENDS_BY_CALL,
         why="the norm is that of all ranks' gradients",
     ),
     Hook(
-        name="gradients by name", what="`torch.autograd.grad`", by="runtime.step.autograd", when=AT_MODEL,
+        name="gradients by name", what="`torch.autograd.grad`, `backward`", by="runtime.step.autograd", when=AT_MODEL,
         until=_ENDS_BY_CALL, why="gradients of parameters of a compiled model do not pass through autograd",
-    ),
-    Hook(
-        name="backward by name", what="`torch.autograd.backward`", by="runtime.step.autograd", when=AT_MODEL,
-        until=_ENDS_BY_CALL, why="`backward(inputs=...)` by parameters of a compiled model would do nothing",
     ),
     Hook(
         name="optimizer states",
@@ -439,19 +432,15 @@ def together(*ends: Callable[[], object]) -> Callable[[], None]:
 
 
 def replace(name: str, holder: Any, attribute: str, value: object) -> Undo:
-    """Put ``value`` in a place; undone by putting back what was there, where ``value`` still is. What a class has inherited
-    it inherits again.
-    """
+    """Put ``value`` in a place; undone by putting back what was there, or inherited, where ``value`` still is."""
     inherits = isinstance(holder, type) and attribute not in vars(holder)
     before = None if inherits else _held(holder, attribute)
     setattr(holder, attribute, value)
 
     def put_back() -> None:
-        if _held(holder, attribute) != value:
-            return
-        if inherits:
+        if _held(holder, attribute) == value and inherits:
             delattr(holder, attribute)
-        else:
+        elif _held(holder, attribute) == value:
             setattr(holder, attribute, before)
 
     return Undo(name, put_back)

@@ -171,14 +171,20 @@ AREAS = (
             "capture/nonstrict/captures.py": 6,
             "capture/nonstrict/arguments.py": 6,
             "capture/nonstrict/trace.py": 2,
-            "capture/nonstrict/reachable.py": 1,
+            "capture/nonstrict/reachable.py": 5,
         },
-        tests=unit("capture/nonstrict/captures", "capture/nonstrict/batch_dims"),
+        tests=(
+            *unit("capture/nonstrict/captures", "capture/nonstrict/batch_dims"),
+            *unit("capture/nonstrict/written_attributes"),
+        ),
     ),
     Area(
         name="kept modules",
-        files={"capture/nonstrict/kept_modules.py": 2, "capture/nonstrict/swapping.py": 5},
-        tests=unit("capture/nonstrict/kept_modules", "capture/nonstrict/changing"),
+        files={"capture/nonstrict/kept_modules.py": 2, "capture/nonstrict/swapping.py": 9},
+        tests=(
+            *unit("capture/nonstrict/kept_modules", "capture/nonstrict/changing"),
+            *unit("capture/nonstrict/written_attributes"),
+        ),
     ),
     Area(
         name="messages",
@@ -266,7 +272,7 @@ AREAS = (
     ),
     Area(
         name="written out",
-        files={"capture/written_out.py": 10, "passes/ctc.py": 8},
+        files={"capture/written_out.py": 14, "passes/ctc.py": 8},
         tests=(*unit("capture/written_out", "capture/nonstrict/changing"), *passes("ctc")),
     ),
     Area(

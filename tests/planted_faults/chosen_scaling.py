@@ -12,7 +12,7 @@ CHOSEN_SCALING: tuple[Fault, ...] = tuple(
         (
             "norm-of-this-rank",
             "runtime/gradients/clipping.py",
-            "own = _over_ranks(own, tables[0], norm_type)",
+            "own = _over_ranks(own, tables[0], norm_type, _given(parameters, tables))",
             "pass",
             CLIPPING,
         ),

@@ -310,7 +310,7 @@ def refuse_gradients_by_name(tables: Callable[[], Sequence[ParameterTable]]) -> 
 
     return hooks.together(
         hooks.replace("gradients by name", torch.autograd, "grad", grad),
-        hooks.replace("backward by name", torch.autograd, "backward", backward),
+        hooks.replace("gradients by name", torch.autograd, "backward", backward),
     )
 
 
