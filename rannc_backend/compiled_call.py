@@ -33,12 +33,14 @@ from rannc_backend.errors import (
     PlainCallError,
     RanncError,
     ReleasedParameterError,
+    UserInputError,
     WrappedModelError,
 )
 from rannc_backend.passes.pipeline import PassError
 from rannc_backend.runtime.absent_tensors import is_absent, strides_of
 from rannc_backend.runtime.agreement import share_failure
 from rannc_backend.runtime.job import bootstrap
+from rannc_backend.runtime.torch_internals import func_transform
 from rannc_backend.settings import hooks
 from rannc_backend.settings.options import Config
 
@@ -208,6 +210,7 @@ def gated(
         counts.num_calls += 1
         try:
             check_result: Callable[[Any], None] | None = None
+            _refuse_transforms()
             if prepared is not None:
                 args, kwargs, check_result = prepared(args, kwargs)
             with around(), _whole_memory(args, kwargs) as (args, kwargs):
@@ -265,6 +268,16 @@ def _whole_memory(
         if copy._version != version:
             with torch.no_grad():
                 value.copy_(copy)
+
+
+def _refuse_transforms() -> None:
+    """Raises UserInputError within `torch.func.grad` and alike: a step is no function that they can follow."""
+    if transform := func_transform():
+        raise UserInputError(
+            f"a compiled model is called within a transform of torch.func ({transform})",
+            cure="call the transform within the forward that is compiled; for the gradient of an input, "
+            "torch.autograd.grad(loss, x).",
+        )
 
 
 def _served_either_way(

@@ -189,7 +189,9 @@ def _mean_over_ranks(deployed: Deployed) -> str:
     )
     inside = any(isinstance(output, UserScalar) for output in outputs)
     num_ranks = len({rank for stage in deployed.plan.stages for rank in stage.ranks})
-    if not outside or inside or num_ranks == 1 or not deployed.config.gather_inputs:
+    # A call that is not trained, as in evaluation, has no gradients.
+    is_trained = torch.is_grad_enabled() and deployed.config.gather_inputs
+    if not outside or inside or num_ranks == 1 or not is_trained:
         return ""
     what = "mean" if deployed.config.mean_gradients else "sum"
     return (

@@ -48,13 +48,16 @@ class CallsDifferError(RanksDifferError):
 
 
 class OutOfStepError(RanksDifferError):
-    """Ranks have made different numbers of calls, backwards or optimizer steps."""
+    """Ranks have made different numbers of calls, backwards or optimizer steps; or ``settings`` of an optimizer differ."""
 
-    def __init__(self, *, value_by_rank: Sequence[str]) -> None:
+    def __init__(self, *, value_by_rank: Sequence[str], settings: bool = False) -> None:
         super().__init__(
-            "numbers of steps behind them",
+            "settings of an optimizer" if settings else "numbers of steps behind them",
             value_by_rank=value_by_rank,
-            cure="let every rank make the same calls, backwards and optimizer steps. A rank that skips a bad "
+            cure="give all ranks the same settings. A schedule that follows a loss or a metric has to get the same number on "
+            "all of them: the loss that the model computes, or torch.distributed.all_reduce of the metric."
+            if settings
+            else "let every rank make the same calls, backwards and optimizer steps. A rank that skips a bad "
             "batch, or catches an exception and goes on, has to agree with the others on that "
             "(torch.distributed.all_reduce of a flag).",
         )

@@ -382,12 +382,12 @@ def choose_schedule(
     split: BatchSplit, needs_grad: Collection[str], config: Config, *, says_so: bool
 ) -> ScheduleName:
     """The schedule that the options ask for, where it gives exact results; else the first that does, with a warning where
-    `says_so` (on one rank).
+    `says_so` (on one rank) and the call is trained.
     """
     possible = exact_schedules(split, needs_grad)
     if config.schedule in possible:
         return config.schedule
-    if says_so and config.schedule in schedule_names():
+    if says_so and torch.is_grad_enabled() and config.schedule in schedule_names():
         why = (
             "the loss is not a linear function of sums over samples"
             if split.has_loss(needs_grad)

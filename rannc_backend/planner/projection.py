@@ -118,10 +118,10 @@ def project_plan(
 
     A node goes to the first stage, not before those of its inputs, that owns all its parameters and, where
     there is such a stage, makes the new values of the buffers that it reads; what is computed from batch
-    inputs alone goes where it is first read. A parameter that the plan does not know (the planned graph did
-    not use it) may be read anywhere, as every rank still holds it, and so may a buffer: all stages that read
-    one are given its new values. What is kept from step to step (``homes``) is read and written on one stage by all
-    graphs.
+    inputs alone goes where it is first read, and so does what cannot be sent (a mean over rows). A parameter that
+    the plan does not know (the planned graph did not use it) may be read anywhere, as every rank still holds it, and
+    so may a buffer: all stages that read one are given its new values. What is kept from step to step (``homes``) is
+    read and written on one stage by all graphs.
 
     Raises `UnsupportedModelError` naming the parameter that only an earlier stage owns, or parameters that no
     stage owns together.
@@ -131,6 +131,7 @@ def project_plan(
     parameters = {item.fqn for item in inputs if isinstance(item, ParameterInput)}
     stages: dict[fx.Node, int] = {}
     from_inputs: set[fx.Node] = set()
+    owning_none: set[fx.Node] = set()
     for atom in staged.atoms:
         members = set(atom)
         sources = [argument for node in atom for argument in node.all_input_nodes if argument in stages]
@@ -148,9 +149,11 @@ def project_plan(
             plan,
         )
         stages.update(dict.fromkeys(atom, stage))
-        if not stored and not kept and all(source in from_inputs for source in sources):
-            from_inputs.update(atom)
-    _move_to_readers(staged, stages, from_inputs)
+        if not stored and not kept:
+            owning_none.update(atom)
+            if all(source in from_inputs for source in sources):
+                from_inputs.update(atom)
+    _move_to_readers(staged, stages, from_inputs, owning_none)
     return {node.name: stage for node, stage in stages.items()}
 
 
@@ -241,12 +244,17 @@ def _first_stage_owning(
     )
 
 
-def _move_to_readers(staged: StagedGraph, stages: dict[fx.Node, int], movable: set[fx.Node]) -> None:
+def _move_to_readers(
+    staged: StagedGraph, stages: dict[fx.Node, int], from_inputs: set[fx.Node], owning_none: set[fx.Node]
+) -> None:
     """Compute what depends on batch inputs alone where it is first read: inputs reach every stage, others
-    would carry it.
+    would carry it. And what reads nothing that a stage owns, if it is no value per row: the rows before it are sent.
     """
     for atom in reversed(staged.atoms):
-        if atom[0] not in movable or any(user.op == "output" for node in atom for user in node.users):
+        is_movable = atom[0] in from_inputs or (
+            atom[0] in owning_none and any(node in staged.fixed for node in atom)
+        )
+        if not is_movable or any(user.op == "output" for node in atom for user in node.users):
             continue
         readers = [
             stages[user] for node in atom for user in node.users if user in stages and user not in atom

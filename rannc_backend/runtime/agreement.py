@@ -49,8 +49,9 @@ def agree(world: World, what: str, payload: Any = None, *, limit_seconds: float 
             counts.details(), what="counts of steps", limit_seconds=limit_seconds
         )
         counts.plain_gradients.clear()
-        if differences := counts.differences(details):
-            raise OutOfStepError(value_by_rank=differences)
+        differences, are_settings = counts.differences(details)
+        if differences:
+            raise OutOfStepError(value_by_rank=differences, settings=are_settings)
         if key := counts.plain_difference(details):
             raise PlainGradientError(
                 f"{name_of(key)!r} has gradients of computations outside of the compiled model that differ "

@@ -128,11 +128,13 @@ class StepCounts:
             "plain_gradients": {key: numbers.tolist() for key, numbers in self.plain_gradients.items()},
         }
 
-    def differences(self, details_by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
-        """What each rank has done, in words, where that does not go together; [] where it does."""
+    def differences(self, details_by_rank: Sequence[Mapping[str, Any]]) -> tuple[list[str], bool]:
+        """What each rank has done, in words, where that does not go together; [] where it does. And whether it is the
+        settings of an optimizer.
+        """
         gone = set().union(*(details["gone"] for details in details_by_rank))
         if self._steps_differ(details_by_rank, gone):
-            return [_words(details) for details in details_by_rank]
+            return [_words(details) for details in details_by_rank], False
         settings = [
             {code: text for code, text, models in details["settings"] if not gone & {*models}}
             for details in details_by_rank
@@ -140,8 +142,8 @@ class StepCounts:
         for code in set.intersection(*(set(each) for each in settings)):
             found = [each[code] for each in settings]
             if len(set(found)) > 1:
-                return [f"optimizer {text}" for text in found]
-        return []
+                return _different_parts(found), True
+        return [], False
 
     def plain_difference(self, details_by_rank: Sequence[Mapping[str, Any]]) -> str:
         """The key of a parameter whose owners have different gradients from outside of compiled models; ""
@@ -169,6 +171,19 @@ class StepCounts:
                 if len(own) > 1 or (own and others and max(others) > max(own)):
                     return True
         return False
+
+
+def _different_parts(texts: Sequence[str]) -> list[str]:
+    """Of settings as text, `Class(name=value, ...; ...), learning rates [...]`, the class and what is not the same in all."""
+    parts = []
+    for text in texts:
+        settings, _, rates = text.rpartition("), ")
+        name, _, given = settings.partition("(")
+        parts.append([name, *given.replace("; ", ", ").split(", "), rates])
+    if len({len(each) for each in parts}) > 1:
+        return list(texts)
+    differ = [place for place, found in enumerate(zip(*parts, strict=True)) if len(set(found)) > 1]
+    return [", ".join(dict.fromkeys([each[0], *(each[place] for place in differ)])) for each in parts]
 
 
 def _close(numbers: Sequence[float], others: Sequence[float]) -> bool:

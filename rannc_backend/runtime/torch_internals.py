@@ -99,6 +99,12 @@ def without_saved_tensor_hooks() -> Iterator[None]:
         yield
 
 
+def func_transform() -> str:
+    """The innermost transform of torch.func that runs (`torch.func.grad`, `vmap`); "" if none. Seen on 2.11 to 2.15."""
+    level = torch._C._functorch.peek_interpreter_stack()
+    return "" if level is None else level.key().name.lower()
+
+
 def is_asked_for(tensor: torch.Tensor) -> Callable[[], bool]:
     """What says, while a backward runs, whether it makes the gradient of a leaf: `torch.autograd.grad` by other tensors and
     ``backward(inputs=...)`` do not. Seen on 2.11 to 2.15.

@@ -87,6 +87,25 @@ class Averaging(nn.Module):
         return self.second(x * self.num_steps) + self.of_weights
 
 
+class Meeting(nn.Module):
+    """A mean over the rows before a stage, which a buffer behind it takes; a number chooses another graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.divisor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        y = self.second(x)
+        if self.training:
+            with torch.no_grad():
+                self.average.lerp_(x.mean(0), 0.1)
+        return (y + self.average) / self.divisor
+
+
 class CountingLoss(Counting):
     """The same with its loss, so that backwards run among the forwards."""
 
@@ -100,6 +119,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "counting": Counting,
     "counting_wholes": CountingWholes,
     "averaging": Averaging,
+    "meeting": Meeting,
 }
 
 
@@ -124,6 +144,8 @@ def buffers(context: Context) -> None:
         for each in (model, plain):
             each.train(mode != "eval")
             each.zero_grad()
+            if isinstance(each, Meeting):
+                each.divisor = 1.0 + number // 2
         with torch.set_grad_enabled(mode == "train"):
             rows, expected = compiled(x[start:stop].clone()), plain(x)
         find.close("rows", f"{mode} {number}", rows, expected[start:stop], context.tolerance)

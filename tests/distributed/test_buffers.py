@@ -59,6 +59,7 @@ CASES = (
         modes=ORDERS["training_first"],
         num_micro_batches=2,
     ),
+    _case("meeting", "1,1", "buffers", model="meeting", modes=ORDERS["training_first"]),
     _case("averaging-one_process", "1", "buffers", model="averaging", modes=ORDERS["training_first"]),
     _case("replaced", "1,1", "replaced"),
     _case("replaced-one_process", "1", "replaced"),

@@ -115,7 +115,7 @@ class OptimizerWatch:
             self._send_first(optimizer)
         counts = self._world.counts.of_parameters(known.keys)
         counts.num_updates += 1
-        counts.settings = _settings(optimizer)
+        counts.settings = settings_of(optimizer)
 
     def _refuse_leaves_behind_inputs(self, optimizer: torch.optim.Optimizer) -> None:
         behind = self._world.behind_inputs
@@ -237,7 +237,7 @@ class OptimizerWatch:
         return ()
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> str:
+def settings_of(optimizer: torch.optim.Optimizer) -> str:
     """Class and settings of this step, as text: those that its constructor takes. Looked at in each step, as
     schedules change more than the learning rate (OneCycleLR the betas).
     """

@@ -296,10 +296,15 @@ def refuse_gradients_by_name(tables: Callable[[], Sequence[ParameterTable]]) -> 
             list(values) if isinstance(values, Iterator) else values for values in (outputs, inputs)
         )
         name = name_of(inputs)
-        is_twice = bool(kwargs.get("create_graph"))
-        if (is_twice or name is not None) and _leads_to_step(_tensors_in(outputs)):
+        is_twice, is_batched = bool(kwargs.get("create_graph")), bool(kwargs.get("is_grads_batched"))
+        if (is_twice or is_batched or name is not None) and _leads_to_step(_tensors_in(outputs)):
             if is_twice:
                 raise _twice_differentiated()
+            if is_batched and name is None:
+                raise UserInputError(
+                    "torch.autograd.grad with is_grads_batched=True reaches a compiled model, whose backward takes one gradient",
+                    cure="call it once for each gradient, with retain_graph=True for all but the last.",
+                )
             raise UserInputError(
                 f"torch.autograd.grad was asked for the gradient of {name!r}, a parameter of a compiled model, which is "
                 "computed on the ranks of its stages and does not pass through autograd",

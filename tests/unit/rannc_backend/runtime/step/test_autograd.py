@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from rannc_backend.errors import UserInputError
 from rannc_backend.runtime.step import autograd
@@ -58,7 +59,9 @@ class PlayedRuntime:
         self.inputs = [SimpleNamespace(name="x", requires_grad=True)]
         self.outputs = [SimpleNamespace(differentiable=True)]
         self.loss_index = 0 if self.gives_loss else None
-        self.world: Any = SimpleNamespace(size=self.num_ranks, rows_given=ROWS_GIVEN)
+        self.world: Any = SimpleNamespace(
+            size=self.num_ranks, rows_given=ROWS_GIVEN, behind_inputs=WeakTensorKeyDictionary()
+        )
         self.settings: Any = SimpleNamespace(share=lambda size: share)
         self.switches: Any = SimpleNamespace(keep_graph=True)
 
@@ -180,3 +183,40 @@ def test_functions_of_the_users_are_passed_through() -> None:
     rows, loss = PlayedRuntime(3.0), PlayedRuntime(5.0, gives_loss=True)
     loss(_Step.apply(rows(_leaf()))).backward()
     assert rows.came == [10.0]
+
+
+def _compiled() -> tuple[torch.nn.Module, Any]:
+    torch._dynamo.reset()
+    model = torch.nn.Linear(4, 3)
+    return model, torch.compile(model, backend="rannc", options={"stage_compiler": "eager"})
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev])
+def test_transforms_of_functions_are_refused(transform: Any) -> None:
+    _, call = _compiled()
+    with pytest.raises(UserInputError, match="within a transform of torch.func"):
+        transform(lambda x: call(x).sum())(torch.randn(5, 4))
+
+
+def test_batches_of_gradients_are_refused() -> None:
+    _, call = _compiled()
+    x = torch.randn(5, 4, requires_grad=True)
+    rows = call(x)
+    with pytest.raises(UserInputError, match="is_grads_batched"):
+        torch.autograd.grad(rows, x, torch.ones(2, 5, 3), is_grads_batched=True)
+
+
+def test_gradients_of_inputs_leave_those_of_parameters() -> None:
+    model, call = _compiled()
+    x = torch.randn(5, 4, requires_grad=True)
+    loss = call(x).pow(2).mean()
+    (slope,) = torch.autograd.grad(loss, x, retain_graph=True)
+    assert model.weight.grad is None and x.grad is None
+    loss.backward(inputs=[x], retain_graph=True)
+    assert model.weight.grad is None and torch.equal(x.grad, slope)
+    with pytest.raises(UserInputError, match="'weight' alone"):
+        loss.backward(inputs=[model.weight], retain_graph=True)
+    loss.backward()
+    torch.testing.assert_close(
+        model.weight.grad, torch.autograd.grad(model(x).pow(2).mean(), model.weight)[0]
+    )
