@@ -47,7 +47,7 @@ CHOSEN_LOOPS: tuple[Fault, ...] = tuple(
             "runtime/gradients/clipping.py",
             "        len(names) > 1\n        and all(",
             "        len(names) > 9\n        and all(",
-            ("tests/distributed/test_memory.py::test_memory[clipping]",),
+            ("tests/distributed/test_memory.py::test_state_and_clipping[clipping]",),
         ),
         (
             "learned-prompts-go-different-ways",

@@ -19,7 +19,7 @@ CHOSEN_STEPS: tuple[Fault, ...] = tuple(
         (
             "gradients-by-name-are-none",
             "runtime/step/autograd.py",
-            "if (is_twice or name is not None) and _leads_to_step(",
+            "if (is_twice or is_batched or name is not None) and _leads_to_step(",
             "if is_twice and _leads_to_step(",
             loops("by_name-1,1"),
         ),
