@@ -40,7 +40,7 @@ CHOSEN_LOOPS: tuple[Fault, ...] = tuple(
             "runtime/step/user_outputs.py",
             "return tensor.data if tensor._is_view() else tensor",
             "return tensor",
-            loops("checkpointed-2"),
+            loops("checkpointed-1,1"),
         ),
         (
             "norms-of-one-parameter-of-each-rank",

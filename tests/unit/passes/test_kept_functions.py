@@ -267,11 +267,25 @@ class Shifting(Tripled):
         return columns.t()
 
 
-def test_writes_are_followed() -> None:
+class Filling(Tripled):
+    """Writes its result into memory that has nothing of a row before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        found = torch.zeros(x.shape)
+        found[:, 1:] = 2 * x[:, 1:]
+        return found
+
+
+def test_writes_that_mix_rows_are_refused() -> None:
     traced = _traced(Swapping)
     with pytest.raises(PassError, match="mixes rows"):
         analyze_batch_axis(traced.graph_module, traced.batch, traced.rows_symbol)
-    traced = _traced(Shifting)
+
+
+@pytest.mark.parametrize("cls", [Shifting, Filling])
+def test_writes_are_followed(cls: Any) -> None:
+    traced = _traced(cls)
     layouts = analyze_batch_axis(traced.graph_module, traced.batch, traced.rows_symbol)
     (name,) = [node.name for node in traced.graph_module.graph.nodes if kept_function(node.target)]
     assert layouts[name] == Several((Rows(0),))
