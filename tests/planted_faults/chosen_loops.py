@@ -59,7 +59,7 @@ CHOSEN_LOOPS: tuple[Fault, ...] = tuple(
         (
             "a-ranks-own-rows-are-taken-for-shared",
             "runtime/step/autograd.py",
-            "            if leaf.shape[:1] == tensor.shape[:1]:\n                continue\n",
+            "        if leaf.shape[:1] == tensor.shape[:1]:\n            continue\n",
             "",
             loops("prompts-1,1"),
         ),

@@ -127,11 +127,13 @@ def _of_sources(
 
 
 def _source_of(
-    name: str, tensor: torch.Tensor, num_ranks: int, is_averaged: Callable[[torch.Tensor], bool]
+    name: str, behind: Sequence[Any], num_ranks: int, is_averaged: Callable[[torch.Tensor], bool]
 ) -> _Source:
-    """Raises UserInputError where a mean over ranks is taken of some of what is behind an input, and not of all."""
+    """``behind``: of `_first_nodes`. Raises UserInputError where a mean over ranks is taken of some of what is behind an
+    input, and not of all.
+    """
     steps, factors = [], set()
-    for node in _first_nodes(tensor):
+    for node in behind:
         if function_of(node) is CheckpointFunction:
             raise UserInputError(
                 f"the input {name!r} of a compiled model comes from torch.utils.checkpoint with use_reentrant=True, which does "
@@ -167,26 +169,29 @@ def _tell_of_detached(inputs: Sequence[tuple[str, torch.Tensor]], world: World) 
 
 
 def _note_leaves(
-    inputs: Sequence[tuple[str, torch.Tensor]], world: World, is_synchronized: Callable[[torch.Tensor], bool]
+    name: str,
+    tensor: torch.Tensor,
+    behind: Sequence[Any],
+    world: World,
+    is_synchronized: Callable[[torch.Tensor], bool],
 ) -> None:
-    """Remember, and say once, what inputs are computed from that has a gradient of this rank's rows alone: a prompt that is
+    """Remember, and say once, what an input is computed from that has a gradient of this rank's rows alone: a prompt that is
     learned, a module in front of the model. A leaf with as many rows as the input is taken for the rank's own.
     """
-    for name, tensor in inputs:
-        for leaf in _first_nodes(tensor) if tensor.grad_fn is not None and tensor.dim() else ():
-            if _is_step(leaf) or leaf in world.behind_inputs or is_synchronized(leaf):
-                continue
-            if leaf.shape[:1] == tensor.shape[:1]:
-                continue
-            world.behind_inputs[leaf] = True
-            say_once(
-                logger,
-                "the input %r of a compiled model is computed from a tensor %s whose gradient is of this rank's rows alone: "
-                "call rannc_backend.synchronize(module) once, on all ranks, for the module that holds it, or ranks go different ways.",
-                name,
-                list(leaf.shape),
-                level=logging.WARNING,
-            )
+    for leaf in behind if tensor.grad_fn is not None and tensor.dim() else ():
+        if _is_step(leaf) or leaf in world.behind_inputs or is_synchronized(leaf):
+            continue
+        if leaf.shape[:1] == tensor.shape[:1]:
+            continue
+        world.behind_inputs[leaf] = True
+        say_once(
+            logger,
+            "the input %r of a compiled model is computed from a tensor %s whose gradient is of this rank's rows alone: "
+            "call rannc_backend.synchronize(module) once, on all ranks, for the module that holds it, or ranks go different ways.",
+            name,
+            list(leaf.shape),
+            level=logging.WARNING,
+        )
 
 
 def _first_nodes(tensor: torch.Tensor) -> Iterator[Any]:
@@ -198,7 +203,9 @@ def _first_nodes(tensor: torch.Tensor) -> Iterator[Any]:
     seen = set(left)
     while left:
         node = left.pop()
-        if _is_step(node) or function_of(node) is CheckpointFunction:
+        if function_of(node) is CheckpointFunction:
+            yield node
+        if _is_step(node):
             yield node
         elif type(node).__name__ == "AccumulateGrad":
             yield node.variable
@@ -242,8 +249,11 @@ def call_training(
     if world.size > 1:
         if runtime.loss_index is not None:
             _tell_of_detached(differentiable, world)
-        sources = [_source_of(name, tensor, world.size, is_averaged) for name, tensor in differentiable]
-        _note_leaves(differentiable, world, is_synchronized)
+        behind = [list(_first_nodes(tensor)) for _, tensor in differentiable]
+        named = list(zip(differentiable, behind, strict=True))
+        sources = [_source_of(name, nodes, world.size, is_averaged) for (name, _), nodes in named]
+        for (name, tensor), nodes in named:
+            _note_leaves(name, tensor, nodes, world, is_synchronized)
     holder: list[Any] = []
     tensors = [tensor for _, tensor in differentiable]
     results = _Step.apply(runtime, user_tensors, holder, sources, anchor, *tensors)
