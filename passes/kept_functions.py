@@ -227,22 +227,15 @@ def call_kept(cls: type, apply: Callable[..., Any], args: tuple[Any, ...]) -> An
     facts = _tried(kept, tensors, sizes)
     text = repr((cls.__module__, cls.__qualname__, arguments, autocast, facts))
     base = f"{re.sub('[^A-Za-z0-9]', '_', cls.__name__)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    operator = _operator(base, dataclasses.replace(kept, has_gradient=facts.has_gradient))
+    # Another class may have the name: one that a function of the user's makes anew.
+    operator = named_operator(
+        _LIBRARY,
+        base,
+        dataclasses.replace(kept, has_gradient=facts.has_gradient),
+        lambda code: isinstance(code, KeptFunction) and code.apply == kept.apply,
+    )
     outputs = operator(tensors, sizes)
     return tuple(outputs) if facts.is_tuple else outputs[0]
-
-
-def _operator(base: str, kept: KeptFunction) -> Any:
-    """The operator of a function: of this name, unless another class has it, which a function of the user's has made too."""
-    operators = getattr(torch.ops, NAMESPACE)
-    for number in itertools.count():
-        name = f"{base}_{number}" if number else base
-        if not hasattr(operators, name):
-            define_operator(_LIBRARY, name, kept)
-        found = getattr(operators, name).default
-        code = kept_function(found)
-        if code is not None and code.apply == kept.apply:
-            return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +293,21 @@ def is_plain(item: Any) -> bool:
     if isinstance(item, dict):
         return all(map(is_plain, (*item, *item.values())))
     return isinstance(item, _PLAIN)
+
+
+def named_operator(
+    library: torch.library.Library, base: str, code: OperatorCode, is_same: Callable[[OperatorCode], bool]
+) -> Any:
+    """The operator of this name, made if there is none; with a number behind it where what has the name is not the same."""
+    operators = getattr(torch.ops, library.ns)
+    for number in itertools.count():
+        name = f"{base}_{number}" if number else base
+        if not hasattr(operators, name):
+            define_operator(library, name, code)
+        found = getattr(operators, name).default
+        known = operator_code(found)
+        if known is not None and is_same(known):
+            return found
 
 
 def define_operator(library: torch.library.Library, name: str, code: OperatorCode) -> None:

@@ -1,7 +1,8 @@
-"""Models whose forward changes tensors of theirs that no gradient reaches: momentum encoders, codebooks, queues.
+"""Models whose forward changes what is theirs: momentum encoders, codebooks, queues, trained parameters, attributes.
 
 In: nothing. Out: `WAYS` of changing one tensor by another one; `Momentum`, which does so to a frozen parameter or a
-buffer; `MODELS`, as people write them. Each takes rows of [rows, WIDTH] and gives its loss, in float64.
+buffer; `MODELS`, as people write them; `TRAINED` and `UNCHANGED` ways for `Prototypes`. Each takes rows of
+[rows, WIDTH] and gives its loss, in float64. `Reporting`, which takes what `Ends` takes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tests.nonstrict_models import LOCK, Ends
 
 WIDTH = 6
 NUM_CODES = 5
@@ -282,6 +285,25 @@ class Teacher(nn.Module):
         for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
             key.data.mul_(0.9).add_(query.data, alpha=0.1)
         return F.mse_loss(self.query(x), self.key(x).detach())
+
+
+class Reporting(Ends):
+    """Puts what it finds into attributes, for whoever looks at them after a call: of itself and of a layer of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+        self.share, self.report = None, {}
+
+    def middle(self, x: Tensor) -> Tensor:
+        with LOCK:
+            y = x * self.scale
+        self.first.seen = x
+        self.hidden, self.num_rows = y.detach(), x.shape[0]
+        self.share = (y > 0).double().mean().item()
+        self.report = {"norm": y.detach().norm().item(), "kind": "norm"}
+        self.penalty = y.pow(2).mean()
+        return y
 
 
 class Codebook(nn.Module):

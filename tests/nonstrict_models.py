@@ -255,25 +255,6 @@ class OwnBackwards(Ends):
         return first + second[..., None]
 
 
-class Reporting(Ends):
-    """Puts what it finds into attributes, for whoever looks at them after a call: of itself and of a layer of torch's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = 2.0
-        self.share, self.report = None, {}
-
-    def middle(self, x: Tensor) -> Tensor:
-        with LOCK:
-            y = x * self.scale
-        self.first.seen = x
-        self.hidden, self.num_rows = y.detach(), x.shape[0]
-        self.share = (y > 0).double().mean().item()
-        self.report = {"norm": y.detach().norm().item(), "kind": "norm"}
-        self.penalty = y.pow(2).mean()
-        return y
-
-
 class Paths(Ends):
     """Another path for large batches: of all ranks, not of one."""
 

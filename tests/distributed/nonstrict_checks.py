@@ -20,10 +20,10 @@ import tests.nonstrict_models as nonstrict
 from rannc_backend import backend, is_held
 from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.errors import ModelError, RanncError
-from tests.changing_models import WAYS, Momentum
+from tests.changing_models import WAYS, Momentum, Reporting
 from tests.default_dtype import float64
 from tests.distributed.harness.context import Context
-from tests.nonstrict_models import MODELS, REFUSED, ChosenByCount, ChosenByValues, Paths, Reporting, batch
+from tests.nonstrict_models import MODELS, REFUSED, ChosenByCount, ChosenByValues, Paths, batch
 from tests.odd_models import worst_error
 
 EXACT = 1e-12

@@ -1,4 +1,4 @@
-"""Faults that somebody thought of, in forwards that change tensors of their model."""
+"""Faults that somebody thought of, in forwards that change tensors and attributes of their model, and values in place."""
 
 from __future__ import annotations
 
@@ -107,6 +107,48 @@ CHOSEN_CHANGING: tuple[Fault, ...] = tuple(
             "BatchSize(rows.symbol, self._local_rows, self._all_rows)",
             "BatchSize(rows.symbol, self._local_rows, lambda: self._local_rows + 1)",
             _TESTS,
+        ),
+        (
+            "attributes-that-are-read-are-outputs",
+            "capture/nonstrict/reachable.py",
+            "return frozenset(names - read)",
+            "return frozenset(names)",
+            unit("capture/nonstrict/written_attributes"),
+        ),
+        (
+            "attributes-keep-what-they-had",
+            "capture/nonstrict/trace.py",
+            "            attribute.holder[attribute.key] = value\n",
+            "            pass\n",
+            unit("capture/nonstrict/written_attributes"),
+        ),
+        (
+            "what-kept-modules-set-is-read-as-a-number",
+            "capture/nonstrict/kept_modules.py",
+            "self._hidden[path] = hide(self.attributes[path])",
+            "self._hidden[path] = lambda: None",
+            unit("capture/nonstrict/kept_modules"),
+        ),
+        (
+            "what-kept-modules-set-ends-captures",
+            "capture/nonstrict/captures.py",
+            "        guards = guards.without(recorded.kept_attributes)\n",
+            "",
+            unit("capture/nonstrict/kept_modules"),
+        ),
+        (
+            "overwritten-values-have-gradients",
+            "capture/aten_trace.py",
+            "**IN_PARTS, **written_out}",
+            "**IN_PARTS}",
+            unit("capture/written_out"),
+        ),
+        (
+            "writes-by-strides-begin-at-the-first-place",
+            "capture/written_out.py",
+            "places = torch.full((), storage_offset or 0, device=tensor.device)",
+            "places = torch.full((), 0, device=tensor.device)",
+            unit("capture/written_out"),
         ),
     )
 )

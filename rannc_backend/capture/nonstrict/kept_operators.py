@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import re
 import weakref
 from collections.abc import Sequence
@@ -45,9 +44,8 @@ from rannc_backend.passes.kept_functions import (
     Autocast,
     CannotKeep,
     InnerWork,
-    define_operator,
     is_plain,
-    operator_code,
+    named_operator,
     owned_memory,
 )
 from rannc_backend.passes.plain_numbers import (
@@ -472,19 +470,14 @@ def _size_of(
 
 
 def _operator(whole: _Whole, cls: type) -> Any:
-    """The operator of a call: of this name, unless another living module has it."""
+    """The operator of a call. Another living module may have the name."""
     facts = (
         *(cls.__module__, cls.__qualname__, whole.path, whole.names, str(whole.spec), whole.arguments),
         *(whole.autocast, whole.has_gradient, whole.results, str(whole.given), whole.draws),
     )
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     base = f"{re.sub('[^A-Za-z0-9]', '_', cls.__name__)}_{digest}"
-    operators = getattr(torch.ops, NAMESPACE)
-    for number in itertools.count():
-        name = f"{base}_{number}" if number else base
-        if not hasattr(operators, name):
-            define_operator(_LIBRARY, name, whole)
-        operator = getattr(operators, name).default
-        code = operator_code(operator)
-        if isinstance(code, _Whole) and code.module() is whole.module():
-            return row_wise(operator) if is_row_wise(cls) else operator
+    operator = named_operator(
+        _LIBRARY, base, whole, lambda code: isinstance(code, _Whole) and code.module() is whole.module()
+    )
+    return row_wise(operator) if is_row_wise(cls) else operator

@@ -14,8 +14,9 @@ from rannc_backend.capture.nonstrict.captures import capture_call
 from rannc_backend.capture.nonstrict.reachable import Reachable
 from rannc_backend.capture.nonstrict.swapping import attributes_of
 from rannc_backend.errors import ModelError, UnsupportedModelError
+from tests.changing_models import Reporting
 from tests.default_dtype import float64
-from tests.nonstrict_models import LOCK, WIDTH, Reporting, batch
+from tests.nonstrict_models import LOCK, WIDTH, batch
 
 
 def _compiled(model: nn.Module, **options: object) -> Any:
