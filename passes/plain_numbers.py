@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -234,7 +234,8 @@ def numbers_at(sizes: Sequence[Any], more: int, unit: int = 1) -> dict[Any, int]
     }
 
 
-def number_at(size: Any, numbers: dict[Any, int]) -> int:
+def number_at(size: Any, numbers: Mapping[Any, int]) -> int:
+    """A size with these numbers in place of its symbols."""
     return int(size_expression(size).xreplace(numbers))
 
 

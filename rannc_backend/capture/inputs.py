@@ -394,7 +394,7 @@ def buffer_updates(
 ) -> tuple[str, ...]:
     """The names of the buffers that the forward changes. Raises UnsupportedModelError if it changes anything else."""
     names = []
-    for index, value in zip(mutated, output_values(graph)[num_user_outputs:], strict=False):
+    for index, value in zip(mutated, output_values(graph)[num_user_outputs:], strict=True):
         item = inputs[index]
         if isinstance(item, ParameterInput):
             raise UnsupportedModelError(

@@ -138,6 +138,8 @@ class Guards:
 
     def without(self, attributes: Attributes) -> Guards:
         """From now on not of these, which modules that run as written set, and that no other code reads."""
+        if not attributes:
+            return self
         keys: dict[int, set[str]] = {}
         for holder, key, _ in attributes:
             keys.setdefault(id(holder), set()).add(key)

@@ -23,9 +23,8 @@ from rannc_backend.capture.nonstrict.arguments import BatchSize
 from rannc_backend.capture.nonstrict.kept_operators import called_whole
 from rannc_backend.capture.nonstrict.swapping import AttributeReadError, Attributes, hide
 from rannc_backend.errors import DataDependentControlFlowError, ModelError, UnsupportedModelError
-from rannc_backend.passes.graph_queries import size_expression
 from rannc_backend.passes.kept_functions import operator_code
-from rannc_backend.passes.plain_numbers import without_modes
+from rannc_backend.passes.plain_numbers import number_at, without_modes
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +198,8 @@ def computes_rows_apart(node: fx.Node, rows: sympy.Symbol, hints: Mapping[sympy.
         with without_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             found = [
                 code.forward(
-                    [made[place] for made in parts], [_at(size, rows, number, hints) for size in sizes]
+                    [made[place] for made in parts],
+                    [number_at(size, {**hints, rows: number}) for size in sizes],
                 )
                 for place, number in enumerate((2 * _HALF, _HALF, _HALF))
             ]
@@ -209,15 +209,13 @@ def computes_rows_apart(node: fx.Node, rows: sympy.Symbol, hints: Mapping[sympy.
     return all(map(_is_put_together, *found))
 
 
-def _at(size: Any, rows: sympy.Symbol, num_rows: int, hints: Mapping[sympy.Symbol, int]) -> int:
-    return int(size_expression(size).xreplace({**hints, rows: sympy.Integer(num_rows)}))
-
-
 def _whole_and_halves(
     tensor: torch.Tensor, rows: sympy.Symbol, hints: Mapping[sympy.Symbol, int], seed: int
 ) -> list[torch.Tensor]:
     """A tensor of such sizes with made-up numbers, for a small batch, and those of its halves."""
-    shape, half = ([_at(size, rows, number, hints) for size in tensor.shape] for number in (2 * _HALF, _HALF))
+    shape, half = (
+        [number_at(size, {**hints, rows: number}) for size in tensor.shape] for number in (2 * _HALF, _HALF)
+    )
     generator = torch.Generator().manual_seed(seed)
     if math.prod(shape) > _MAX_MADE_UP:
         made = torch.full((), 0.01 + 0.001 * seed).to(tensor.dtype).expand(shape)

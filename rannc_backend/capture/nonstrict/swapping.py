@@ -49,6 +49,10 @@ class Replaced:
     now: Any
 
 
+Attributes = tuple[tuple[dict[str, Any], str, str], ...]
+"""Dictionary, key and what it is called."""
+
+
 @dataclass(frozen=True, slots=True)
 class Written:
     """What a forward has put into an attribute of a module."""
@@ -93,7 +97,7 @@ class Swap:
     """The places, with what was put there."""
 
     placed: tuple[tuple[Slot, torch.Tensor], ...]
-    unread: tuple[tuple[dict[str, Any], str, str], ...]  # attributes; see `attributes_of`
+    unread: Attributes  # see `attributes_of`
 
     def replaced(self) -> list[Replaced]:
         """To be asked within the stretch: places whose tensor is not there any more."""
@@ -117,8 +121,7 @@ def swapped(
     """`others`: by the id of the tensor that is there; ``unread``: names of attributes that the code writes and does not
     read, which have no value at the beginning.
     """
-    attributes = tuple(attributes_of(module, unread))
-    values = [holder.get(key, _UNKNOWN) for holder, key, _ in attributes]
+    attributes = attributes_of(module, unread)
     unread_keys = {(id(holder), key) for holder, key, _ in attributes}
     slots = [
         slot
@@ -127,18 +130,14 @@ def swapped(
     ]
     before = [slot.get() for slot in slots]
     placed = tuple((slot, others[id(tensor)]) for slot, tensor in zip(slots, before, strict=True))
+    give_back = _remembered(attributes)
     try:
         for slot, tensor in placed:
             slot.holder[slot.key] = tensor
-        for (holder, key, _), value in zip(attributes, values, strict=True):
-            if value is not _UNKNOWN:
-                holder[key] = _UNKNOWN
+        hide(tuple(each for each in attributes if each[1] in each[0]))
         yield Swap(placed, attributes)
     finally:
-        for (holder, key, _), value in zip(attributes, values, strict=True):
-            holder[key] = value
-            if value is _UNKNOWN:
-                del holder[key]
+        give_back()
         for slot, tensor in zip(slots, before, strict=True):
             slot.holder[slot.key] = tensor
 
@@ -162,17 +161,13 @@ def _inside(holder: Any, key: Any, value: object, name: str, depth: int) -> Iter
             yield from _inside(value, inner_key, inner, f"{name}[{inner_key!r}]", depth - 1)
 
 
-def attributes_of(module: nn.Module, names: Set[str]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Where the modules of a model have, or may have, attributes of these names: dictionary, key and what it is called.
-    None that code of torch's own may read.
-    """
-    for path, part in module.named_modules() if names else ():
-        for name in sorted(names - names_in_library_code(part.__class__)):
-            yield vars(part), name, f"{path or 'the model'}.{name}"
-
-
-Attributes = tuple[tuple[dict[str, Any], str, str], ...]
-"""Dictionary, key and what it is called."""
+def attributes_of(module: nn.Module, names: Set[str]) -> Attributes:
+    """Where the modules of a model have, or may have, attributes of these names. None that code of torch's own may read."""
+    return tuple(
+        (vars(part), name, f"{path or 'the model'}.{name}")
+        for path, part in (module.named_modules() if names else ())
+        for name in sorted(names - names_in_library_code(part.__class__))
+    )
 
 
 def attributes_set_by(module: nn.Module, path: str) -> Attributes:
@@ -195,8 +190,7 @@ def noting_writes(
     before = [(inner, vars(part), dict(vars(part))) for inner, part in module.named_modules()]
     found: list[Written] = []
     taken = {(id(holder), key) for holder, key, _ in unknown}
-    for holder, key, _ in unknown:
-        holder[key] = _UNKNOWN
+    hide(unknown)
     try:
         yield lambda: tuple(found)
     finally:
@@ -212,9 +206,15 @@ def noting_writes(
 
 def hide(attributes: Attributes) -> Callable[[], None]:
     """Take their values away; returns what gives them back."""
-    before = [(holder, key, holder.get(key, _UNKNOWN)) for holder, key, _ in attributes]
-    for holder, key, _ in before:
+    give_back = _remembered(attributes)
+    for holder, key, _ in attributes:
         holder[key] = _UNKNOWN
+    return give_back
+
+
+def _remembered(attributes: Attributes) -> Callable[[], None]:
+    """What gives them the values that they have now, or none."""
+    before = [(holder, key, holder.get(key, _UNKNOWN)) for holder, key, _ in attributes]
 
     def give_back() -> None:
         for holder, key, value in before:
