@@ -22,6 +22,7 @@ AT_COMPILATION = "first compilation for the backend"
 AT_NONSTRICT = "capture without Dynamo"
 AT_JOB = "start of a job of several ranks"
 AT_MODEL = "first model of a job of several ranks"
+AT_ANY_MODEL = "first model"
 
 _WITH_MODEL = "with the model"
 _WITH_PROCESS = "never: a process of our own"
@@ -185,7 +186,7 @@ HOOKS = (
         why="the norm is that of all ranks' gradients",
     ),
     Hook(
-        name="gradients by name", what="`torch.autograd.grad`, `backward`", by="runtime.step.autograd", when=AT_MODEL,
+        name="gradients by name", what="`torch.autograd.grad`, `backward`", by="runtime.step.autograd", when=AT_ANY_MODEL,
         until=_ENDS_BY_CALL, why="gradients of parameters of a compiled model do not pass through autograd",
     ),
     Hook(

@@ -181,15 +181,14 @@ def _given(
     """What ranks compare of the parameters of a norm: the name of one, how many there are, and whether others of their models
     have gradients here.
     """
-    ids = {id(parameter) for parameter in parameters}
-    touched = [
-        table for table in tables if any(table.name_of(parameter) is not None for parameter in parameters)
-    ]
+    if len(parameters) != 1:
+        return [], len(parameters), False
+    (own,) = parameters
+    touched = [table for table in tables if table.name_of(own) is not None]
     modules = [module for table in touched if (module := table.root()) is not None]
-    others = (p for module in modules for p in module.parameters() if id(p) not in ids)
+    others = (p for module in modules for p in module.parameters() if p is not own)
     is_part = any(p.grad is not None and any(table.answers_for(p) for table in touched) for p in others)
-    names = [name for table in touched for p in parameters if (name := table.name_of(p)) is not None]
-    return names[:1], len(names), is_part
+    return [str(table.name_of(own)) for table in touched[:1]], 1, is_part
 
 
 def _refuse_one_by_one(given_by_rank: Sequence[tuple[list[str], int, bool]]) -> None:
