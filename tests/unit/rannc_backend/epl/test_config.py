@@ -121,6 +121,16 @@ def test_wrong_values_are_refused(name: str, value: Any) -> None:
     assert name in str(caught.value) and ITEMS[name].accepts in str(caught.value)
 
 
+def test_integers_say_whether_they_may_be_none() -> None:
+    integers = {name: item for name, item in ITEMS.items() if isinstance(item, Integer)}
+    says_none = {name for name, item in integers.items() if item.accepts.endswith(" or None")}
+    assert (
+        says_none
+        == {name for name, item in integers.items() if item.default is None}
+        == {"pipeline.num_stages"}
+    )
+
+
 @pytest.mark.parametrize(
     "given",
     [
