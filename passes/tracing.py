@@ -37,6 +37,13 @@ class InnerGraph:
         return self.module.graph
 
 
+_ATEN: Mapping[Any, Any] = {
+    torch.ops.prims.as_strided.default: torch.ops.aten.as_strided.default,
+    torch.ops.prims.copy_to.default: torch.ops.aten.copy_.default,
+    torch.ops.prims.resize.default: torch.ops.aten.resize_.default,
+}
+
+
 def trace_function(
     function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], *, mode: Any = None
 ) -> InnerGraph:
@@ -58,6 +65,7 @@ def trace_function(
     with symbolic_sizes(values, mode):
         module = make_fx(run, decomposition_table={})(*values)
         if any(map(_writes, module.graph.nodes)):
+            _write_as_aten(module)
             module = make_fx(torch.func.functionalize(module), decomposition_table={})(*values)
             assert not any(map(_writes, module.graph.nodes)), "a graph without places has writes"
     output = module.graph.output_node().args[0]
@@ -69,6 +77,15 @@ def _writes(node: fx.Node) -> bool:
     """Whether a node writes into an argument: who reads that again would not be seen to need it."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def _write_as_aten(module: fx.GraphModule) -> None:
+    """What torch's references write with, in ATen's words: functionalization takes no other operator that returns its
+    argument.
+    """
+    for node in module.graph.nodes:
+        node.target = _ATEN.get(node.target, node.target)
+    module.recompile()
 
 
 @contextlib.contextmanager
