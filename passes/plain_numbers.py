@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from rannc_backend.passes.graph_queries import size_expression, symbols_in
 
@@ -253,9 +254,44 @@ def made_up(value: torch.Tensor, numbers: dict[Any, int], place: int, is_paramet
     return made.requires_grad_(value.requires_grad)
 
 
+Work = Callable[[], tuple[int, int]]
+
+
 @contextmanager
-def counting_saved(inputs: Sequence[torch.Tensor]) -> Iterator[dict[int, int]]:
-    """Bytes that are kept for a gradient, but for those of the inputs, by where they lie."""
+def counting_work(inputs: Sequence[torch.Tensor], *, takes_hooks: bool = True) -> Iterator[Work]:
+    """Gives a function that says how many FLOPs are done, and how many bytes are kept for a gradient, but for those of
+    the inputs.
+
+    `takes_hooks`: False for code with transforms of torch.func, which take neither hooks of saved tensors nor
+    torch's own counter (seen on torch 2.13.0): the bytes are then all that operators make.
+    """
+    if not takes_hooks:
+        with _CountingMade() as made:
+            yield lambda: (made.num_flops, made.num_bytes)
+        return
+    with FlopCounterMode(display=False) as counter, _counting_saved(inputs) as saved:
+        yield lambda: (counter.get_total_flops(), sum(saved.values()))
+
+
+class _CountingMade(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_flops = self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if count := flop_registry.get(func.overloadpacket):
+            self.num_flops += count(*args, **kwargs, out_val=result)
+        if not func.is_view and not func._schema.is_mutable:
+            made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            self.num_bytes += sum(tensor.nbytes for tensor in made)
+        return result
+
+
+@contextmanager
+def _counting_saved(inputs: Sequence[torch.Tensor]) -> Iterator[dict[int, int]]:
+    """Bytes by where they lie."""
     own = {tensor.untyped_storage()._cdata for tensor in inputs}
     found: dict[int, int] = {}
 

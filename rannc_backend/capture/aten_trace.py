@@ -38,6 +38,8 @@ from rannc_backend.capture.written_out import (
     PlainOperators,
     as_strided_scatter,
     check_own_memory,
+    innermost,
+    needs_gradient,
     tensors_in,
 )
 from rannc_backend.errors import RanncError, UnsupportedModelError, located, needing_batch_size, user_location
@@ -348,16 +350,15 @@ class _AtenInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self._location = user_location(n.meta.get("stack_trace") or "")
         operands: list[torch.Tensor] = []
-        if n.op.startswith("call_") and not torch.is_grad_enabled():
-            operands = [
-                tensor for tensor in tensors_in(self.fetch_args_kwargs_from_env(n)) if tensor.requires_grad
-            ]
+        if n.op.startswith("call_"):
+            operands = list(filter(needs_gradient, tensors_in(self.fetch_args_kwargs_from_env(n))))
+        if operands and not torch.is_grad_enabled() and _is_in_place(n):
             written = [
                 self.env[node]
                 for node in pytree.tree_leaves(arguments_of(n)[:1])
                 if isinstance(node, fx.Node)
             ]
-            if _is_in_place(n) and any(tensor is each for tensor in operands for each in tensors_in(written)):
+            if any(tensor is each for tensor in operands for each in tensors_in(written)):
                 raise UnsupportedModelError(
                     f"{n.target} changes a value that has a gradient in place while gradients are switched "
                     "off",
@@ -378,9 +379,9 @@ class _AtenInterpreter(fx.Interpreter):
         if self._is_fixed():
             raise fixed_rows(str(n.target), self._location)
         # x.contiguous() and the like may give x itself, with its gradient.
-        if not operands or any(value is operand for value in tensors_in(result) for operand in operands):
+        if any(value is operand for value in tensors_in(result) for operand in operands):
             return result
-        return pytree.tree_map_only(torch.Tensor, lambda value: constant_of(value, operands), result)
+        return with_constants(result, operands)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
@@ -417,7 +418,7 @@ def fixed_rows(what: str, location: str) -> UnsupportedModelError:
 
 
 def _any_requires_grad(values: object) -> bool:
-    return any(tensor.requires_grad for tensor in tensors_in(values))
+    return any(map(needs_gradient, tensors_in(values)))
 
 
 def _is_in_place(node: fx.Node) -> bool:
@@ -434,14 +435,26 @@ def _readable(name: str) -> str:
     }.get(name, f"torch.ops.higher_order.{name}")
 
 
-def constant_of(tensor: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+def with_constants(result: Any, operands: Sequence[torch.Tensor]) -> Any:
+    """What an operator gives, with `_constant_of` where autograd takes it for a constant; `operands` are those with a
+    gradient. A derivative that a transform of torch.func takes reads weights that are not among them.
+    """
+
+    def of(value: torch.Tensor) -> torch.Tensor:
+        is_wrapped = innermost(value) is not value and traced_node(value) is not None
+        return _constant_of(value, operands) if operands or is_wrapped else value
+
+    return pytree.tree_map_only(torch.Tensor, of, result)
+
+
+def _constant_of(tensor: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     """The value of an operator that autograd takes for a constant, as one in the graph too; `operands` are those of
     the operator.
 
     It is noted at the value's node, for `_detach_constants`: what is written into the tensor later may have a
     gradient, which would end at a `detach`, as that is a view of it. Of what is an operand itself, a `detach`.
     """
-    if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
+    if needs_gradient(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     node = traced_node(tensor)
     if node is None or any(traced_node(operand) is node for operand in operands):
@@ -453,6 +466,7 @@ def constant_of(tensor: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch
 def traced_node(tensor: torch.Tensor) -> fx.Node | None:
     """The node of a tensor's value in the trace that runs; None where nothing is traced."""
     mode: Any = get_proxy_mode()
+    tensor = innermost(tensor)
     if mode is None or not isinstance(tensor, FunctionalTensor):
         return None
     torch._sync(tensor)

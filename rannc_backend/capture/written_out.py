@@ -14,7 +14,8 @@ In: calls of functions of torch. Out: the same values, of operators that treat e
   has no places, would follow them.
 
 Private to torch here: the kernels that a trace asks before torch's (seen on torch 2.11.0, 2.12.1 and 2.13.0;
-see tests/unit/rannc_backend/capture/test_written_out.py).
+see tests/unit/rannc_backend/capture/test_written_out.py), and what transforms of torch.func wrap (seen on torch 2.13.0
+to 2.15.0).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DispatchKey
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -220,7 +222,7 @@ class DetachedWrites(TorchFunctionMode):
     def begin(self, inputs: Sequence[Tensor]) -> None:
         """The inputs of the graph, whose changes it gives."""
         self._inputs = frozenset(map(_memory, inputs))
-        self._trained = {_memory(tensor): tensor for tensor in inputs if tensor.requires_grad}
+        self._trained = {_memory(tensor): tensor for tensor in inputs if needs_gradient(tensor)}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -231,14 +233,14 @@ class DetachedWrites(TorchFunctionMode):
                 return fill_diagonal(*args, **kwargs)
         if func == _SET_DATA:
             return self._set_data(*args)
-        if func is Tensor.detach_ and args[0].requires_grad:
+        if func is Tensor.detach_ and needs_gradient(args[0]):
             raise needing_value(
                 "the forward drops the gradient of a value in place (x.detach_())",
                 cure="write x = x.detach().",
             )
         if is_in_place(func):
             written = tensors_in(args[:1])
-            if not any(tensor.requires_grad for tensor in written):
+            if not any(needs_gradient(tensor) for tensor in written):
                 if any(
                     id(tensor) in self._detached and _memory(tensor) in self._hiding for tensor in written
                 ):
@@ -253,12 +255,12 @@ class DetachedWrites(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in DETACHING:
             self._note(result)
-            if args[0].requires_grad and _memory(result) not in self._inputs:
+            if needs_gradient(args[0]) and _memory(result) not in self._inputs:
                 self._hiding.add(_memory(result))
         elif self._detached:
             operands = {_memory(tensor) for tensor in tensors_in(args) if id(tensor) in self._detached}
             for tensor in tensors_in(result) if operands else ():
-                if not tensor.requires_grad and _memory(tensor) in operands:
+                if not needs_gradient(tensor) and _memory(tensor) in operands:
                     self._note(tensor)
         return result
 
@@ -278,7 +280,7 @@ class DetachedWrites(TorchFunctionMode):
         before = self._before.get(id(tensor))
         if before is not None:
             return tensor.detach() + (before - before.detach())
-        source = self._trained.get(_memory(tensor)) if tensor.requires_grad else None
+        source = self._trained.get(_memory(tensor)) if needs_gradient(tensor) else None
         if source is not None and id(source) in self._before:
             raise _hidden_write()  # a view from before
         return tensor
@@ -286,7 +288,7 @@ class DetachedWrites(TorchFunctionMode):
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
         if _is_same_view(tensor, value):
             return
-        if tensor.requires_grad and _memory(tensor) not in self._inputs:
+        if needs_gradient(tensor) and _memory(tensor) not in self._inputs:
             raise _hidden_write()
         if self._trained.get(_memory(tensor)) is tensor:
             self._keep(tensor)
@@ -302,11 +304,26 @@ def _hidden_write() -> UnsupportedModelError:
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach() if tensor.requires_grad else tensor
+    return tensor.detach() if needs_gradient(tensor) else tensor
+
+
+def innermost(tensor: Tensor) -> Tensor:
+    """The tensor that transforms of torch.func wrap, which alone has memory, a place in a graph, and the gradient that
+    those outside of all transforms ask for.
+    """
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+def needs_gradient(tensor: Tensor) -> bool:
+    """Whether autograd outside of all transforms of torch.func has a gradient for it."""
+    return innermost(tensor).requires_grad
 
 
 def _memory(tensor: Tensor) -> int:
     """What is equal for views of the same memory, also in a functional trace."""
+    tensor = innermost(tensor)
     return int((tensor.elem if isinstance(tensor, FunctionalTensor) else tensor).untyped_storage()._cdata)
 
 

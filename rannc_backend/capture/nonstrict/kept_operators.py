@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
 from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.capture.nonstrict.arguments import BatchSize
@@ -35,7 +34,7 @@ from rannc_backend.capture.nonstrict.swapping import (
     swapped,
     write_back,
 )
-from rannc_backend.capture.written_out import check_own_memory
+from rannc_backend.capture.written_out import check_own_memory, innermost
 from rannc_backend.errors import UnsupportedModelError, needing_value
 from rannc_backend.passes.batch.row_wise import is_row_wise, row_wise
 from rannc_backend.passes.data_sizes import has_data_sizes
@@ -51,7 +50,7 @@ from rannc_backend.passes.kept_functions import (
 from rannc_backend.passes.plain_numbers import (
     NotingDraws,
     RefusingDraws,
-    counting_saved,
+    counting_work,
     drawing_from,
     made_up,
     needs_gradient,
@@ -297,6 +296,8 @@ def called_whole(
         raise _cannot(path, str(error)) from error
     values = [*own.values(), *(leaves[place] for place in arguments.tensors)]
     sizes = [leaves[place] for place in arguments.sizes]
+    if any(innermost(value) is not value for value in values):
+        raise _cannot(path, "is called within a transform of torch.func")
     if has_data_sizes([*(size for value in values for size in value.shape), *sizes]):
         raise _cannot(path, "gets arguments whose sizes depend on data")
     whole = _Whole(
@@ -433,7 +434,7 @@ def _observed_at(
 
 
 def _tried(
-    whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any]
+    whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any], *, takes_hooks: bool = True
 ) -> tuple[list[torch.Tensor], Any, InnerWork, bool, tuple[Written, ...]]:
     module = whole.module()
     assert module is not None, "it is called"
@@ -444,16 +445,18 @@ def _tried(
             torch._C.DisableTorchFunction(),
             drawing_from(0, torch.device("cpu")),
             NotingDraws() as draws,
-            FlopCounterMode(display=False) as counter,
-            counting_saved(values) as saved,
+            counting_work(values, takes_hooks=takes_hooks) as count,
         ):
             found, given = whole.run_alone(values, sizes)
-            num_elements = max(1, sum(value.numel() for value in found))
-        work = InnerWork(counter.get_total_flops() / num_elements, sum(saved.values()) / num_elements)
+        num_flops, num_bytes = count()
+        num_elements = max(1, sum(value.numel() for value in found))
+        work = InnerWork(num_flops / num_elements, num_bytes / num_elements)
         return found, given, work, draws.has_drawn, writes()
     except UnsupportedModelError as error:
         raise _cannot(whole.path, f"cannot be tried alone: {error.args[0]}") from error
     except Exception as error:  # whatever the user's code raises for numbers that are not the user's
+        if takes_hooks and "saved tensor hooks" in str(error):
+            return _tried(whole, values, sizes, takes_hooks=False)
         raise _cannot(whole.path, f"fails on made-up numbers: {type(error).__name__}: {error}") from error
 
 

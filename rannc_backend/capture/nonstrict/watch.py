@@ -35,7 +35,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
-from rannc_backend.capture.aten_trace import RowsSymbol, constant_of, fixed_rows
+from rannc_backend.capture.aten_trace import RowsSymbol, fixed_rows, with_constants
 from rannc_backend.capture.dynamo_sizes import holds_from_two
 from rannc_backend.capture.nonstrict import kept_modules, kept_operators, read_values, reads
 from rannc_backend.capture.nonstrict.guards import clock_outside, no_generators
@@ -43,7 +43,7 @@ from rannc_backend.capture.nonstrict.kept_modules import KeptModules
 from rannc_backend.capture.nonstrict.packed import PackedSequences, SelectedTargets
 from rannc_backend.capture.nonstrict.read_values import TracedValue
 from rannc_backend.capture.nonstrict.reads import Asked, Reads, Unknown, used_as_number
-from rannc_backend.capture.written_out import DETACHING, is_in_place, tensors_in
+from rannc_backend.capture.written_out import DETACHING, is_in_place, needs_gradient, tensors_in
 from rannc_backend.errors import (
     RanncError,
     UnsupportedModelError,
@@ -132,7 +132,7 @@ class Watch(TorchFunctionMode):
                 cure="write a torch.autograd.Function whose backward changes the gradient; hooks of parameters "
                 "are registered outside of the forward.",
             )
-        operands = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        operands = list(filter(needs_gradient, tensors_in((args, kwargs))))
         if (
             operands
             and not torch.is_grad_enabled()
@@ -183,9 +183,7 @@ class Watch(TorchFunctionMode):
         if self._rows.is_fixed():
             raise fixed_rows(_name(func), user_location(trace))
         # What autograd takes for a constant must be one where the graph runs under autograd later.
-        if not operands:
-            return result
-        return pytree.tree_map_only(torch.Tensor, lambda value: constant_of(value, operands), result)
+        return with_constants(result, operands)
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], trace: str) -> Any:
         """What the code gets of a value: from one that is known."""
@@ -424,7 +422,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if cls.__module__ == "torch.utils.checkpoint":
         function, _, *inputs = args  # reentrant: the function, whether to keep the state of generators
         return function(*inputs)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
+    if torch.is_grad_enabled() and any(map(needs_gradient, tensors_in((args, kwargs)))):
         if kwargs:
             raise _not_kept(cls, "gets arguments by name", trace)
         watches[-1].is_in_function = True

@@ -233,3 +233,65 @@ def test_writes_by_strides_into_rows_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="wrong gradients for aten.as_strided_scatter") as found:
         compiled(torch.randn(5, 6))
     assert "test_written_out.py" in found.value.location
+
+
+class _Transformed(nn.Module):
+    """Derivatives of a network, as torch.func has them (tutorials/jacobians_hessians): at each sample, or of all of them
+    where gradients are switched off.
+    """
+
+    def __init__(self, transform: Callable[..., Callable[[Tensor], Tensor]], num_outputs: int) -> None:
+        super().__init__()
+        self.transform = transform
+        self.net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, num_outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        net = self.net if self.net[2].out_features > 1 else (lambda row: self.net(row).squeeze(-1))
+        derivatives = torch.func.vmap(self.transform(net))(x)
+        with torch.no_grad():
+            slopes = torch.func.grad(lambda rows: self.net(rows).sum())(x)
+        return (slopes * x).mean() + derivatives.pow(2).flatten(1).sum(1).mean() + self.net(x).mean()
+
+
+def _stopped(net: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def derivative(row: Tensor) -> Tensor:
+        with torch.no_grad():
+            slope = torch.func.jacrev(net)(row)
+        return slope @ row + net(row)
+
+    return derivative
+
+
+def _stopped_within(net: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def stopped(row: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = net(row).abs().sum()
+        return (row * scale).sin().sum() + net(row).sum()
+
+    return torch.func.grad(stopped)
+
+
+TRANSFORMS: dict[str, tuple[Callable[..., Callable[[Tensor], Tensor]], int]] = {
+    "grad": (torch.func.grad, 1),
+    "jacrev": (torch.func.jacrev, 3),
+    "jacfwd": (torch.func.jacfwd, 3),
+    "hessian": (torch.func.hessian, 1),
+    "jacrev of jacrev": (lambda net: torch.func.jacrev(torch.func.jacrev(net)), 3),
+    "without gradient": (_stopped, 3),
+    "without gradient within": (_stopped_within, 3),
+    "divergence": (lambda net: lambda row: torch.func.jacrev(net)(row).diagonal().sum()[None], 6),
+}
+
+
+@pytest.mark.parametrize("capture", ["auto", "nonstrict"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_torch_func_are_differentiated(transform: str, capture: str) -> None:
+    with float64():
+        model = _Transformed(*TRANSFORMS[transform])
+        x = torch.randn(4, 6)
+        torch._dynamo.reset()
+        options = {"stage_compiler": "eager", "capture": capture}
+        found = _gradients(model, torch.compile(model, backend="rannc", options=options), x)
+        alone = copy.deepcopy(model)
+        for mine, theirs in zip(found, _gradients(alone, alone, x), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
