@@ -290,7 +290,7 @@ class Deployer:
                 name for index in reversed(self.own_stages) for name in backward_order(cut.graphs[index])
             )
         )
-        names = analysis.trained_parameters
+        names = analysis.parameters_with_gradient
         owned = [fqn for fqn in names.values() if self.own_stages and self.table.owns(fqn)]
         rank_of = {names[name]: place for place, name in enumerate(own_order) if name in names}
         owned.sort(key=lambda fqn: (rank_of.get(fqn, len(rank_of)), fqn))

@@ -217,15 +217,25 @@ class NoBatchInput(nn.Module):
 
 
 class UnusedParameter(nn.Module):
-    """One parameter never gets a gradient."""
+    """Parameters that never get a gradient: nothing uses one, and others only give a shape."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = Mlp()
         self.unused = nn.Linear(WIDTH, WIDTH)
+        self.shape = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
+        y = self.body(x)
+        return y + self.shape(x).new_zeros(y.shape)
+
+
+class UnusedWhereRowsMeet(UnusedParameter):
+    """The same on one rank, which the others wait for."""
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return (y @ y.t()).mean() + F.mse_loss(y, target), y
 
 
 class AuxiliaryLoss(nn.Module):
@@ -465,6 +475,7 @@ CONTRACT: tuple[Entry, ...] = (
         rows_of=_no_rows,
         deep=True,
     ),
+    _inside("unused_where_rows_meet", UnusedWhereRowsMeet, regression(WIDTH), positional=("x", "target")),
     _inside("padded", Padded, labelled_tokens, positional=("x", "labels"), deep=True),
     _inside("parted", Parted, regression(WIDTH), positional=("x", "target")),
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.autograd.graph import get_gradient_edge
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rannc_backend.passes.batch.operator_call import operator_name
@@ -39,13 +40,19 @@ SHAPE_ONLY = (
 def values_needing_grad(
     graph_module: fx.GraphModule, requires_grad_inputs: Collection[str]
 ) -> frozenset[str]:
-    """Names of the nodes (placeholders included) whose value, or an element of it, requires grad."""
+    """Names of the nodes (placeholders included) whose value, or an element of it, requires grad, and gets one from an
+    output: what only gives its shape to others (`new_zeros`), or is nobody's, has none.
+    """
     interpreter = _GradInterpreter(graph_module, requires_grad_inputs)
     with interpreter.mode, torch.enable_grad():
         interpreter.run(
             *(at_hint(node.meta["val"], interpreter.mode) for node in placeholders(graph_module.graph))
         )
-    return frozenset(interpreter.found)
+    wanted = {node.name for node in graph_module.graph.output_node().all_input_nodes}
+    for node in reversed(graph_module.graph.nodes):
+        if node.name in wanted:
+            wanted |= interpreter.sources.get(node.name, frozenset())
+    return frozenset(interpreter.found & wanted)
 
 
 def values_reached_by_grad(graph: fx.Graph, requires_grad_inputs: Collection[str]) -> frozenset[str]:
@@ -79,6 +86,7 @@ class _GradInterpreter(fx.Interpreter):
         self.requires_grad_inputs = requires_grad_inputs
         self.reached = values_reached_by_grad(graph_module.graph, requires_grad_inputs)
         self.found: set[str] = set()
+        self.sources: dict[str, frozenset[str]] = {}  # of a node: those whose gradient its own goes into
         self.mode = plain_mode()
 
     def run_node(self, n: fx.Node) -> Any:
@@ -94,6 +102,8 @@ class _GradInterpreter(fx.Interpreter):
             )
             return at_hint(value, self.mode) if used else None
         value = super().run_node(n)
+        if n.op != "output" and _requires_grad(value):
+            self.sources[n.name] = self._sources_of(n, value)
         if has_data_sizes(value):
             # Of other symbols in each run: the graph's own values have bounds in their place.
             value = _with_grad_of(at_hint(n.meta["val"], self.mode), value)
@@ -107,6 +117,30 @@ class _GradInterpreter(fx.Interpreter):
         if n.op != "output" and _requires_grad(value):
             self.found.add(n.name)
         return value
+
+    def _sources_of(self, node: fx.Node, value: Any) -> frozenset[str]:
+        """By autograd's graph, from what made the value back to what made its operands."""
+        operands: dict[Any, set[str]] = {}
+        for item in node.all_input_nodes:
+            for tensor in _with_gradient(self.env[item]):
+                operands.setdefault(get_gradient_edge(tensor).node, set()).add(item.name)
+        found: set[str] = set()
+        waiting = [get_gradient_edge(tensor).node for tensor in _with_gradient(value)]
+        seen = set(waiting)
+        while waiting:
+            behind = waiting.pop()
+            if behind in operands:
+                found |= operands[behind]
+                continue
+            following = {each for each, _ in behind.next_functions if each is not None} - seen
+            seen |= following
+            waiting += following
+        return frozenset(found)
+
+
+def _with_gradient(value: Any) -> list[torch.Tensor]:
+    items = value if isinstance(value, (tuple, list)) else [value]
+    return [item for item in items if isinstance(item, torch.Tensor) and item.requires_grad]
 
 
 def _with_grad_of(value: Any, other: Any) -> Any:

@@ -26,7 +26,7 @@ from rannc_backend.passes.batch.layouts import KeyCounts
 from rannc_backend.passes.batch.split_reductions import BatchSplit, split_batch
 from rannc_backend.passes.data_sizes import bound_data_sizes
 from rannc_backend.passes.fixed_sizes import at_numbers
-from rannc_backend.passes.graph_queries import output_values, size_expression
+from rannc_backend.passes.graph_queries import output_values, placeholders, size_expression
 from rannc_backend.passes.pipeline import PassError
 from rannc_backend.passes.size_nodes import Size, plain_at
 
@@ -49,6 +49,15 @@ class GraphAnalysis:
         return {
             spec.name: spec.fqn for spec in inputs if isinstance(spec, ParameterInput) and spec.requires_grad
         }
+
+    @property
+    def parameters_with_gradient(self) -> Mapping[str, str]:
+        """Those of `trained_parameters` that a gradient of an output reaches; `p.grad` of the others stays as it is, as
+        in one process.
+        """
+        sums = [graph for graph in (self.split.prologue, self.split.epilogue) if graph is not None]
+        reached = self.needs_grad | {node.target for graph in sums for node in placeholders(graph.graph)}
+        return {name: fqn for name, fqn in self.trained_parameters.items() if name in reached}
 
     @property
     def has_narrow_range(self) -> bool:

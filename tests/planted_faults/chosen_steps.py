@@ -17,6 +17,20 @@ CHOSEN_STEPS: tuple[Fault, ...] = tuple(
             loops("in_closure-2"),
         ),
         (
+            "parameters-that-only-give-a-shape-have-gradients",
+            "capture/analysis.py",
+            "for name, fqn in self.trained_parameters.items() if name in reached}",
+            "for name, fqn in self.trained_parameters.items()}",
+            ("tests/distributed/test_contract.py::test_equals_one_process[unused_where_rows_meet]",),
+        ),
+        (
+            "what-gives-its-shape-alone-needs-a-gradient",
+            "passes/batch/differentiability.py",
+            "return frozenset(interpreter.found & wanted)",
+            "return frozenset(interpreter.found)",
+            ("tests/unit/passes/batch/test_differentiability.py",),
+        ),
+        (
             "gradients-by-name-are-none",
             "runtime/step/autograd.py",
             "if (is_twice or is_batched or name is not None) and _leads_to_step(",

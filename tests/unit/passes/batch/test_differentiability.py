@@ -38,6 +38,18 @@ def test_frozen_start_and_integer_values_need_none() -> None:
     assert values_needing_grad(module, []) == frozenset()
 
 
+def test_what_only_gives_its_shape_needs_none() -> None:
+    class Shapes(Branches):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return y + self.second(y).new_zeros(y.shape)
+
+    graph = trace(Shapes(), dict(x=torch.randn(5, 3)))
+    found = values_needing_grad(graph.graph_module, graph.parameters)
+    assert set(graph.parameters) & found == set(graph.parameters[:2])
+    assert set(graph.parameters) <= values_reached_by_grad(graph.graph_module.graph, graph.parameters)
+
+
 def test_tuples_and_batch_norm_in_training() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     graph = trace(model, dict(input=torch.randn(5, 3)))
