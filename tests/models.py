@@ -230,14 +230,6 @@ class UnusedParameter(nn.Module):
         return y + self.shape(x).new_zeros(y.shape)
 
 
-class UnusedWhereRowsMeet(UnusedParameter):
-    """The same on one rank, which the others wait for."""
-
-    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        y = super().forward(x)
-        return (y @ y.t()).mean() + F.mse_loss(y, target), y
-
-
 class AuxiliaryLoss(nn.Module):
     """A middle layer adds a product of batch means to the loss, as a mixture of experts balances its load."""
 
@@ -475,7 +467,6 @@ CONTRACT: tuple[Entry, ...] = (
         rows_of=_no_rows,
         deep=True,
     ),
-    _inside("unused_where_rows_meet", UnusedWhereRowsMeet, regression(WIDTH), positional=("x", "target")),
     _inside("padded", Padded, labelled_tokens, positional=("x", "labels"), deep=True),
     _inside("parted", Parted, regression(WIDTH), positional=("x", "target")),
 )

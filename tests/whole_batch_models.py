@@ -78,6 +78,17 @@ class Hardest(Encoder):
         return F.softplus(positive - negative).mean(), hidden
 
 
+class Shapes(Hardest):
+    """A layer that only gives a shape, and has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shape = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x + self.shape(x).new_zeros(x.shape), y)
+
+
 class Centered(Encoder):
     """Normalisation over the batch, written out."""
 
@@ -185,6 +196,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "two views": TwoViews,
     "redundancy": Redundancy,
     "hardest": Hardest,
+    "shapes": Shapes,
     "centered": Centered,
     "reordered": Reordered,
     "attending": Attending,

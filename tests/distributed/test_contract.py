@@ -19,7 +19,7 @@ from tests.distributed.test_equality import check_ownership
 
 def _case(name: str, model: str, replicas: str, num_micro_batches: int, **members: Any) -> Case:
     per_rank = members.get("stages_per_rank", 1)
-    world = members.pop("world", sum(int(number) for number in replicas.split(",")) // per_rank)
+    world = sum(int(number) for number in replicas.split(",")) // per_rank
     return Case(
         name=f"contract-{name}",
         model=model,
@@ -46,7 +46,6 @@ EQUAL = (
     _case("frozen", "frozen", "1,1", 2),
     _case("lora_over_four", "lora", "1,1,1,1", 2),
     _case("unused_parameter", "unused_parameter", "1,1", 2),
-    _case("unused_where_rows_meet", "unused_where_rows_meet", "1", 1, world=2),
     _case("several_outputs", "several_outputs", "1,1,1,1", 3),
     _case("dict_output", "dict_output", "1,1", 2),
     _case("dict_output_four", "dict_output", "1,2,1", 2),

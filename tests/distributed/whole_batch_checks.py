@@ -74,6 +74,9 @@ def _trained(context: Context, model: nn.Module, alone: nn.Module, compiled: Any
     loss, values = compiled(x[start:stop].clone(), y[start:stop].clone())
     expected, expected_values = alone(x, y)
     error = _error_of_losses(loss, expected)
+    without = {name for name, p in alone.named_parameters() if p.grad is None}
+    found = [name for name, p in model.named_parameters() if p.grad is not None and name in without]
+    context.findings.that(not found, f"gradients of {found}, which have none")
     error = max(error, float((values.detach() - expected_values[start:stop].detach()).abs().max()))
     return max(error, worst_error(model, alone))
 

@@ -21,7 +21,7 @@ CHOSEN_STEPS: tuple[Fault, ...] = tuple(
             "capture/analysis.py",
             "for name, fqn in self.trained_parameters.items() if name in reached}",
             "for name, fqn in self.trained_parameters.items()}",
-            ("tests/distributed/test_contract.py::test_equals_one_process[unused_where_rows_meet]",),
+            ("tests/distributed/test_whole_batch.py::test_whole_batch[models-2]",),
         ),
         (
             "what-gives-its-shape-alone-needs-a-gradient",
