@@ -281,6 +281,11 @@ AREAS = (
         tests=unit("cli/documents"),
     ),
     Area(name="kept functions", files={"passes/kept_functions.py": 6}, tests=passes("kept_functions")),
+    Area(
+        name="values that need gradients",
+        files={"passes/batch/differentiability.py": 3},
+        tests=passes("batch/differentiability", "batch/split_reductions", "batch/choices", "data_sizes"),
+    ),
     Area(name="choices", files={"passes/data_sizes.py": 3}, tests=passes("batch/choices", "data_sizes")),
     Area(
         name="equal values",

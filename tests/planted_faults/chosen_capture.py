@@ -17,8 +17,8 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
         (
             "gradients-go-on-where-the-model-stops-them",
             "capture/nonstrict/watch.py",
-            "tree_map_only(torch.Tensor, lambda value: constant_of(value, operands), result)",
-            "tree_map_only(torch.Tensor, lambda value: value, result)",
+            "return with_constants(result, operands)",
+            "return result",
             unit("capture/nonstrict/captures"),
         ),
         (
@@ -38,7 +38,7 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
         (
             "backward-of-its-own-is-lost",
             "capture/nonstrict/watch.py",
-            "if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):",
+            "if torch.is_grad_enabled() and any(map(needs_gradient, tensors_in((args, kwargs)))):",
             "if False:",
             unit("capture/nonstrict/captures"),
         ),

@@ -27,7 +27,7 @@ CHOSEN_CHANGING: tuple[Fault, ...] = tuple(
         (
             "writes-without-gradients-have-them",
             "capture/written_out.py",
-            "return tensor.detach() if tensor.requires_grad else tensor\n",
+            "return tensor.detach() if needs_gradient(tensor) else tensor\n",
             "return tensor\n",
             _TESTS,
         ),
@@ -41,8 +41,8 @@ CHOSEN_CHANGING: tuple[Fault, ...] = tuple(
         (
             "views-of-data-have-gradients",
             "capture/written_out.py",
-            "if not tensor.requires_grad and _memory(tensor) in operands:",
-            "if tensor.requires_grad and _memory(tensor) in operands:",
+            "if not needs_gradient(tensor) and _memory(tensor) in operands:",
+            "if needs_gradient(tensor) and _memory(tensor) in operands:",
             _TESTS,
         ),
         (
