@@ -102,7 +102,7 @@ class _GradInterpreter(fx.Interpreter):
             )
             return at_hint(value, self.mode) if used else None
         value = super().run_node(n)
-        if n.op != "output" and _requires_grad(value):
+        if n.op != "output" and _with_gradient(value):
             self.sources[n.name] = self._sources_of(n, value)
         if has_data_sizes(value):
             # Of other symbols in each run: the graph's own values have bounds in their place.
@@ -114,7 +114,7 @@ class _GradInterpreter(fx.Interpreter):
                     f"input {n.name} of dtype {value.dtype} has no gradient"
                 )
                 value.requires_grad_(True)
-        if n.op != "output" and _requires_grad(value):
+        if n.op != "output" and _with_gradient(value):
             self.found.add(n.name)
         return value
 
@@ -139,20 +139,15 @@ class _GradInterpreter(fx.Interpreter):
 
 
 def _with_gradient(value: Any) -> list[torch.Tensor]:
-    items = value if isinstance(value, (tuple, list)) else [value]
-    return [item for item in items if isinstance(item, torch.Tensor) and item.requires_grad]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _with_gradient(item)]
+    return [value] if isinstance(value, torch.Tensor) and value.requires_grad else []
 
 
 def _with_grad_of(value: Any, other: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_with_grad_of(*pair) for pair in zip(value, other, strict=True))
-    return value.requires_grad_() if _requires_grad(other) else value
-
-
-def _requires_grad(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(_requires_grad(item) for item in value)
-    return isinstance(value, torch.Tensor) and value.requires_grad
+    return value.requires_grad_() if _with_gradient(other) else value
 
 
 def is_linear(epilogue: fx.GraphModule, differentiated: Collection[str], partials: Collection[str]) -> bool:

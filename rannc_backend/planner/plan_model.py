@@ -23,8 +23,8 @@ from rannc_backend.capture.nonstrict.meta_model import (
     capture_model,
     convert_model,
     convert_values,
-    tensors_in,
 )
+from rannc_backend.capture.written_out import tensors_in
 from rannc_backend.errors import InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.graph_input import ParameterInput

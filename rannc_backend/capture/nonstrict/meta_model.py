@@ -138,8 +138,3 @@ def convert_values(values: Any, device: torch.device | None, dtype: torch.dtype 
         return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 
     return pytree.tree_map_only(torch.Tensor, convert, values)
-
-
-def tensors_in(values: Any) -> list[torch.Tensor]:
-    """All tensors in nested arguments."""
-    return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
