@@ -476,7 +476,7 @@ def traced_node(tensor: torch.Tensor) -> fx.Node | None:
 
 def _detach_constants(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
-        if not node.meta.pop(_CONSTANT, False):
+        if not node.meta.pop(_CONSTANT, False) or node.target is torch.ops.aten.detach.default:
             continue
         with graph.inserting_after(node):
             constant = graph.call_function(torch.ops.aten.detach.default, (node,))

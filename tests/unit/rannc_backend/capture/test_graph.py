@@ -231,6 +231,16 @@ def test_gradients_stop_where_the_model_stops_them():
     }
 
 
+def test_a_detached_value_is_detached_once():
+    class Model(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).square().mean() + (self.weight.detach() * self.bias).sum()
+
+    captured, _ = capture_call(Model(3, 3), torch.randn(4, 3))
+    targets = [node.target for node in captured.graph.graph_module.graph.nodes]
+    assert targets.count(torch.ops.aten.detach.default) == 1
+
+
 def test_checkpointed_parts_are_inlined():
     from torch.utils.checkpoint import checkpoint
 

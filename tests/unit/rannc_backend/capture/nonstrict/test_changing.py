@@ -162,6 +162,32 @@ def test_what_replaces_the_change_of_a_trained_parameter_works() -> None:
         _check(Straight(TRAINED["clamp"]))
 
 
+class _Given(torch.autograd.Function):
+    """One that no operator can hold: it is given a module."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, module: nn.Module) -> Tensor:
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * 3.0, None
+
+
+class _Deciding(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = super().forward(x)
+        rows = rows * 3.0 if float(rows.sum()) > 0.0 else rows * 0.5
+        return _Given.apply(rows, self).pow(2).mean()
+
+
+@pytest.mark.parametrize("capture", ["auto", "nonstrict"])
+def test_a_function_of_code_that_runs_as_written_may_be_given_anything(capture: str) -> None:
+    with float64():
+        torch.manual_seed(0)
+        _check(_Deciding(batch(2).shape[1], 3), capture=capture)
+
+
 def test_len_of_a_tensor_is_its_batch_size() -> None:
     """So that the model has a graph, and need not run as written."""
     model = Adversarial()
