@@ -68,10 +68,9 @@ from rannc_backend.padded_call import padded_arguments  # noqa: E402
 from rannc_backend.passes.pipeline import dumping  # noqa: E402
 from rannc_backend.planner.cluster.this_machine import cache_directory  # noqa: E402
 from rannc_backend.runtime.absent_tensors import refuse_again, restore_classes, strides_of  # noqa: E402
-from rannc_backend.runtime.agreement import agree  # noqa: E402
+from rannc_backend.runtime.agreement import agree, digest  # noqa: E402
 from rannc_backend.runtime.job import bootstrap  # noqa: E402
 from rannc_backend.runtime.step.autograd import call_training  # noqa: E402
-from rannc_backend.runtime.step.digests import digest  # noqa: E402
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime  # noqa: E402
 from rannc_backend.runtime.world import World  # noqa: E402
 from rannc_backend.session import Session  # noqa: E402

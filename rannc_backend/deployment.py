@@ -7,6 +7,7 @@ between endpoints, a factory that compiles this rank's stage, and one that makes
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -204,6 +205,7 @@ class Deployer:
             compile_limit_seconds=config.compile_timeout_seconds,
             size_tests=analysis.captured.size_tests,
             lengths=analysis.captured.lengths,
+            outputs_of=analysis.outputs_by_input,
         )
 
     def _num_micro_batches(self, analysis: GraphAnalysis) -> int:
@@ -285,19 +287,16 @@ class Deployer:
     ) -> DelayableBuckets:
         capacity_bytes, start = self.config.bucket_mb * 2**20, reductions.start
         # Of several stages the last comes first, as in their backwards.
-        own_order = list(
-            dict.fromkeys(
-                name for index in reversed(self.own_stages) for name in backward_order(cut.graphs[index])
-            )
-        )
+        orders = [backward_order(cut.graphs[index]) for index in reversed(self.own_stages)]
+        own_order = list(dict.fromkeys(itertools.chain(*orders)))
         names = analysis.parameters_with_gradient
         owned = [fqn for fqn in names.values() if self.own_stages and self.table.owns(fqn)]
         rank_of = {names[name]: place for place, name in enumerate(own_order) if name in names}
         owned.sort(key=lambda fqn: (rank_of.get(fqn, len(rank_of)), fqn))
         ranks = self.stage_ranks[self.own_stages[0]] if self.own_stages else ()
         tables = {table.fqn for table in analysis.captured.sparse_tables}
-        updates, keeps_all = self.table.updates, self.plan.zero_stage < 2
-        division = Division(updates=updates, rank=self.world.rank, keeps_all=keeps_all)
+        keeps_all = self.plan.zero_stage < 2
+        division = Division(updates=self.table.updates, rank=self.world.rank, keeps_all=keeps_all)
         layout = plan_buckets(
             [(fqn, self.tensors[fqn]) for fqn in owned if fqn not in tables],
             self.table.owners,
@@ -323,6 +322,7 @@ class Deployer:
             host_link=self.host_link,
             table_owners={fqn: self.table.owners[fqn] for fqn in owned if fqn in tables},
             division=division,
+            outputs_of=analysis.outputs_by_parameter,
         )
 
     def _executor_factory(

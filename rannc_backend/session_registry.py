@@ -32,7 +32,7 @@ from rannc_backend.runtime.gradients.optimizer_watch import OptimizerWatch
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.state_hooks import is_copy
-from rannc_backend.runtime.step.autograd import refuse_gradients_by_name
+from rannc_backend.runtime.step.autograd import watch_backwards
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import root_of
 from rannc_backend.runtime.trace.event_trace import EventTrace
@@ -99,7 +99,7 @@ class SessionRegistry:
             if world.rank == 0:
                 mention_untried_torch(torch.__version__)
             if not self.ends:
-                self.ends = (refuse_gradients_by_name(self.tables),)
+                self.ends = (watch_backwards(self.tables, self.is_synchronized),)
             if world.size > 1 and self.watch is None:
                 self.watch = OptimizerWatch(
                     world, self.tables, self.is_synchronized, lambda: self.checks_optimizers

@@ -40,19 +40,33 @@ SHAPE_ONLY = (
 def values_needing_grad(
     graph_module: fx.GraphModule, requires_grad_inputs: Collection[str]
 ) -> frozenset[str]:
-    """Names of the nodes (placeholders included) whose value, or an element of it, requires grad, and gets one from an
-    output: what only gives its shape to others (`new_zeros`), or is nobody's, has none.
+    """Names of the nodes of `outputs_by_value`."""
+    return frozenset(outputs_by_value(graph_module, requires_grad_inputs))
+
+
+def outputs_by_value(
+    graph_module: fx.GraphModule, requires_grad_inputs: Collection[str]
+) -> dict[str, frozenset[str]]:
+    """The outputs, by name, whose gradient comes back to a value: for each node (placeholders included) whose value, or
+    an element of it, requires grad and gets one. What only gives its shape to others (`new_zeros`), or is nobody's, has
+    none.
     """
     interpreter = _GradInterpreter(graph_module, requires_grad_inputs)
     with interpreter.mode, torch.enable_grad():
         interpreter.run(
             *(at_hint(node.meta["val"], interpreter.mode) for node in placeholders(graph_module.graph))
         )
-    wanted = {node.name for node in graph_module.graph.output_node().all_input_nodes}
+    names = [node.name for node in graph_module.graph.output_node().all_input_nodes]
+    reached = {name: 1 << place for place, name in enumerate(names)}  # sets of outputs, as bits
     for node in reversed(graph_module.graph.nodes):
-        if node.name in wanted:
-            wanted |= interpreter.sources.get(node.name, frozenset())
-    return frozenset(interpreter.found & wanted)
+        if bits := reached.get(node.name, 0):
+            for source in interpreter.sources.get(node.name, ()):
+                reached[source] = reached.get(source, 0) | bits
+    by_bits = {
+        bits: frozenset(name for place, name in enumerate(names) if bits >> place & 1)
+        for bits in set(reached.values())
+    }
+    return {name: by_bits[bits] for name, bits in reached.items() if name in interpreter.found}
 
 
 def values_reached_by_grad(graph: fx.Graph, requires_grad_inputs: Collection[str]) -> frozenset[str]:

@@ -7,8 +7,10 @@ itself.
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -18,12 +20,12 @@ from torch import fx
 from rannc_backend.capture.graph import CapturedGraph
 from rannc_backend.errors import BatchMixedError, ModelError, UnsupportedModelError, user_location
 from rannc_backend.ir.exchange import Value
-from rannc_backend.ir.graph_input import BatchInput, LengthInput, ParameterInput, ReplicatedInput
+from rannc_backend.ir.graph_input import BatchInput, LengthInput, ParameterInput, ReplicatedInput, UserInput
 from rannc_backend.kernels.kept_rows import KEEP_ROWS
 from rannc_backend.passes.batch.batch_axis import Rows, is_statistic
-from rannc_backend.passes.batch.differentiability import values_needing_grad
+from rannc_backend.passes.batch.differentiability import outputs_by_value
 from rannc_backend.passes.batch.layouts import KeyCounts
-from rannc_backend.passes.batch.split_reductions import BatchSplit, split_batch
+from rannc_backend.passes.batch.split_reductions import BatchSplit, UserRows, UserScalar, split_batch
 from rannc_backend.passes.data_sizes import bound_data_sizes
 from rannc_backend.passes.fixed_sizes import at_numbers
 from rannc_backend.passes.graph_queries import output_values, placeholders, size_expression
@@ -35,12 +37,16 @@ EXTRA_INPUTS = ("rng_seed", "first_row", "global_rows")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphAnalysis:
-    """A captured graph, split at its reductions over the batch."""
+    """A captured graph, split at its reductions over the batch.
+
+    user_outputs_of: for each value that needs a gradient, the places of the user's outputs that it may come from.
+    """
 
     captured: CapturedGraph
     split: BatchSplit
     needs_grad: frozenset[str]
     input_kinds: dict[str, str]
+    user_outputs_of: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     @property
     def trained_parameters(self) -> Mapping[str, str]:
@@ -55,9 +61,18 @@ class GraphAnalysis:
         """Those of `trained_parameters` that a gradient of an output reaches; `p.grad` of the others stays as it is, as
         in one process.
         """
-        sums = [graph for graph in (self.split.prologue, self.split.epilogue) if graph is not None]
-        reached = self.needs_grad | {node.target for graph in sums for node in placeholders(graph.graph)}
-        return {name: fqn for name, fqn in self.trained_parameters.items() if name in reached}
+        return {name: fqn for name, fqn in self.trained_parameters.items() if name in self.needs_grad}
+
+    @property
+    def outputs_by_parameter(self) -> Mapping[str, frozenset[int]]:
+        """`user_outputs_of` each of `parameters_with_gradient`, by dotted name."""
+        return {fqn: self.user_outputs_of[name] for name, fqn in self.parameters_with_gradient.items()}
+
+    @property
+    def outputs_by_input(self) -> Mapping[str, frozenset[int]]:
+        """`user_outputs_of` each of the user's inputs that wants a gradient."""
+        inputs = (spec for spec in self.captured.inputs if isinstance(spec, UserInput) and spec.requires_grad)
+        return {spec.name: self.user_outputs_of.get(spec.name, frozenset()) for spec in inputs}
 
     @property
     def has_narrow_range(self) -> bool:
@@ -80,28 +95,10 @@ class GraphAnalysis:
 
     @property
     def differentiable_scalars(self) -> frozenset[int]:
-        """Epilogue outputs that depend on a sum that needs a gradient."""
-        epilogue = self.split.epilogue
-        if epilogue is None:
-            return frozenset()
-        tainted = set()
-        for node in epilogue.graph.nodes:
-            if node.op == "placeholder":
-                if node.name in self.needs_grad or node.target in self.needs_grad:
-                    tainted.add(node)
-            elif node.target is not torch.ops.aten.detach.default and any(
-                argument in tainted for argument in node.all_input_nodes
-            ):
-                fake = node.meta.get("val")
-                if (
-                    node.op == "output"
-                    or not isinstance(fake, torch.Tensor)
-                    or fake.is_floating_point()
-                    or fake.is_complex()
-                ):
-                    tainted.add(node)
-        outputs = output_values(epilogue.graph)
-        return frozenset(index for index, node in enumerate(outputs) if node in tainted)
+        """Epilogue outputs whose gradient goes to a sum that needs one."""
+        reached = frozenset[int]().union(*self.user_outputs_of.values())
+        outputs = (self.split.user_outputs[place] for place in reached)
+        return frozenset(output.index for output in outputs if isinstance(output, UserScalar))
 
     def node(self, name: str) -> fx.Node:
         """Node of the row-wise graph by name."""
@@ -149,6 +146,7 @@ class GraphAnalysis:
             captured=_without_lengths(captured),
             split=replace(split, rowwise=rowwise, layouts=layouts),
             needs_grad=self.needs_grad,
+            user_outputs_of=self.user_outputs_of,
             input_kinds={name: kind for name, kind in self.input_kinds.items() if kind != "length"},
         )
 
@@ -218,10 +216,34 @@ def _analyzed(
     assert shape_env is not None, "captures have symbols"
     if fixed := [length.name for length in captured.lengths if length.symbol in shape_env.replacements]:
         raise UnsupportedModelError(f"the analysis has taken {fixed[0]} for a number")
-    needs_grad = values_needing_grad(split.rowwise, trained)
+    sources = _user_outputs_of(split, trained)
     return GraphAnalysis(
-        captured=captured, split=split, needs_grad=needs_grad, input_kinds=_input_kinds(captured, split)
+        captured=captured,
+        split=split,
+        needs_grad=frozenset(sources),
+        input_kinds=_input_kinds(captured, split),
+        user_outputs_of=sources,
     )
+
+
+def _user_outputs_of(split: BatchSplit, trained: Collection[str]) -> dict[str, frozenset[int]]:
+    """See `GraphAnalysis`. A gradient comes to rows from the user, and to sums by way of the scalar part."""
+    in_rows = outputs_by_value(split.rowwise, trained)
+    places: dict[str, set[int]] = defaultdict(set)  # of the user's outputs, by output of the row-wise part
+    of_scalars: dict[str, set[int]] = defaultdict(set)  # the same, by output of the scalar part
+    scalars = [] if split.epilogue is None else output_values(split.epilogue.graph)
+    for place, output in enumerate(split.user_outputs):
+        if isinstance(output, UserRows):
+            places[output.name].add(place)
+        elif isinstance(output, UserScalar):
+            of_scalars[scalars[output.index].name].add(place)
+    if split.epilogue is not None:
+        sums = {node.name: str(node.target) for node in placeholders(split.epilogue.graph)}
+        inputs = [name for name, made in sums.items() if made in in_rows]
+        for name, outputs in outputs_by_value(split.epilogue, inputs).items():
+            places[sums.get(name, "")].update(*(of_scalars[output] for output in outputs))
+    union = functools.cache(lambda names: frozenset[int]().union(*(places[name] for name in names)))
+    return {value: found for value, names in in_rows.items() if (found := union(names))}
 
 
 class SumsError(PassError):

@@ -174,7 +174,12 @@ def for_use(analysis: GraphAnalysis, config: Config) -> GraphAnalysis:
     if config.training:
         return analysis
     inputs = tuple(replace(each, requires_grad=False) for each in analysis.captured.inputs)
-    return replace(analysis, needs_grad=frozenset(), captured=replace(analysis.captured, inputs=inputs))
+    return replace(
+        analysis,
+        needs_grad=frozenset(),
+        user_outputs_of={},
+        captured=replace(analysis.captured, inputs=inputs),
+    )
 
 
 def settled_for(analysis: GraphAnalysis, config: Config, cluster: Cluster) -> Config:

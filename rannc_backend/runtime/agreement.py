@@ -1,4 +1,5 @@
-"""One question that all ranks answer together, and calls that fail on all ranks where they fail on one.
+"""One question that all ranks answer together, numbers of tensors to ask about, and calls that fail on all ranks where they
+fail on one.
 
 In: what this rank is doing (a text) and a small JSON-able payload. Out: all ranks' payloads in rank order.
 
@@ -9,9 +10,13 @@ cause. So a script that catches an exception and goes on with the next batch goe
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from rannc_backend.errors import (
     CallsDifferError,
@@ -20,6 +25,7 @@ from rannc_backend.errors import (
     PlainGradientError,
     RankFailedError,
 )
+from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.runtime.step_counts import name_of
 from rannc_backend.runtime.world import World
 
@@ -97,3 +103,35 @@ def is_shared(error: BaseException) -> bool:
     return getattr(error, "failed_rank", None) is not None or isinstance(
         error, (CallsDifferError, OutOfStepError)
     )
+
+
+def digest(tensor: torch.Tensor) -> list[float]:
+    """Number of elements, the first one, and a weighted sum."""
+    flat = plain_memory(tensor.detach()).reshape(-1)
+    if flat.numel() == 0:
+        return [0.0]
+    values = flat.double() if not flat.is_complex() else torch.view_as_real(flat).reshape(-1).double()
+    weights = torch.linspace(1.0, 2.0, values.numel(), dtype=torch.float64, device=values.device)
+    # JSON has neither NaN nor infinities.
+    pair = torch.stack([values[0], (values * weights).nan_to_num().sum()]).nan_to_num(
+        nan=0.0, posinf=1e300, neginf=-1e300
+    )
+    return [float(values.numel()), *pair.tolist()]
+
+
+@dataclass(slots=True)
+class Digests:
+    """Digests by name of the input; remembers the last tensor of each."""
+
+    _known: dict[str, tuple[weakref.ref[torch.Tensor], int, list[float]]] = field(default_factory=dict)
+
+    def of(self, name: str, tensor: torch.Tensor) -> list[float]:
+        """`digest` of ``tensor``, read again only if this is another tensor than last time or it was written
+        since.
+        """
+        known = self._known.get(name)
+        if known is not None and known[0]() is tensor and known[1] == tensor._version:
+            return known[2]
+        result = digest(tensor)
+        self._known[name] = (weakref.ref(tensor), tensor._version, result)
+        return result

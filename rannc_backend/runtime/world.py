@@ -291,6 +291,16 @@ class Monitor(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """A leaf whose gradient is of a rank's rows alone, and where it stands. Not ``is_certain``: it has as many rows as the
+    batch, so it may be the rank's own.
+    """
+
+    where: str
+    is_certain: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """This rank's place in the job.
@@ -306,7 +316,7 @@ class World:
         device_problem: what is wrong with the settings of this rank's device, in a sentence; "" where nothing
         is. The first step says it.
         rows_given: memory of the rows that compiled models gave the user lately.
-        behind_inputs: leaves that inputs of compiled models were computed from, and that are not a rank's own rows.
+        of_own_rows: leaves outside of compiled models whose gradients are of this rank's rows alone.
     """
 
     rank: int
@@ -322,7 +332,7 @@ class World:
     counts: StepCounts = field(default_factory=StepCounts)
     device_problem: str = ""
     rows_given: deque[StorageWeakRef] = field(default_factory=lambda: deque(maxlen=64))
-    behind_inputs: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    of_own_rows: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def has_least_to_do(self) -> bool:
         """Whether this is the rank of its host that works for the host where one is enough: not the first,

@@ -187,7 +187,7 @@ HOOKS = (
     ),
     Hook(
         name="gradients by name", what="`torch.autograd.grad`, `backward`", by="runtime.step.autograd", when=AT_ANY_MODEL,
-        until=_ENDS_BY_CALL, why="gradients of parameters of a compiled model do not pass through autograd",
+        until=_ENDS_BY_CALL, why="gradients of parameters of a compiled model do not pass through autograd; heads' are of own rows",
     ),
     Hook(
         name="optimizer states",

@@ -6,11 +6,13 @@ In: a context. Out: findings. The reference is one process on the batches of all
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -229,3 +231,82 @@ def checkpointed(context: Context) -> None:
             error = float((parameter - gradients[1][name]).abs().max())
             context.findings.that(error < 1e-12, f"{name} is off by {error}")
     context.findings.that(any(p is not None for p in gradients[0].values()), "there are no gradients")
+
+
+class _Head(nn.Module):
+    """Classes from rows, and their loss, outside of the compiled model."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, num_classes)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """The loss of [rows, width]."""
+        return F.cross_entropy(self.layer(rows), rows.detach()[:, :3].argmax(-1))
+
+
+def heads(context: Context) -> None:
+    """A head with an optimizer of its own behind a compiled encoder: refused where nobody brings the gradients of ranks
+    together; that of one process where `synchronize`, DistributedDataParallel or the user does.
+    """
+    world = context.case.world
+    for way in ("synchronize", "ddp", "by hand", "none"):
+        found = []
+        for own in (True, False):
+            scene = _Scene(context, own=own)
+            head: nn.Module = _Head(5).to(context.dtype)
+            called = head
+            if own and way == "synchronize":
+                rannc_backend.synchronize(head)
+            elif own and way == "ddp":
+                called = DistributedDataParallel(head)
+            optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (scene.nets[0], head)]
+            for step in range(3):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                called(scene.calls[0](scene.rows(step))).backward()
+                if own and way == "by hand":
+                    for parameter in head.parameters():
+                        dist.all_reduce(parameter.grad)
+                        parameter.grad /= world
+                optimizers[0].step()
+                if own and way == "none":
+                    error = context.findings.raises(
+                        "a head", ("UnsynchronizedGradientError",), optimizers[1].step
+                    )
+                    context.findings.that("after rows" in str(error), f"another error: {error}")
+                    return
+                optimizers[1].step()
+            found.append([*head.parameters()])
+        error = max(float((one - two).detach().abs().max()) for one, two in zip(*found, strict=True))
+        context.findings.that(error < 1e-12, f"{way}: a head is off by {error}")
+
+
+def scaled_losses(context: Context) -> None:
+    """What scales a loss of the global batch is the same on all ranks, and a layer with as many outputs as a rank has rows is
+    told of, since it may be no layer.
+    """
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("rannc_backend")
+    logger.addHandler(handler)
+    found = []
+    for own in (True, False):
+        scene = _Scene(context, own=own)
+        scale = nn.Parameter(torch.ones(1, dtype=context.dtype))
+        optimizer = torch.optim.SGD([scale], lr=0.5)
+        for step in range(3):
+            optimizer.zero_grad()
+            (scene.calls[2](scene.rows(step), 1.0) * (-scale).exp() + scale).sum().backward()
+            optimizer.step()
+        found.append(float(scale.detach()))
+    context.findings.that(abs(found[0] - found[1]) < 1e-12, f"the scale of a loss is off: {found}")
+    warned = [line for line in said if "beside rows" in line]
+    context.findings.that(not warned, f"a scale of a global loss is told of: {warned}")
+    scene, head = _Scene(context, own=True), _Head(ROWS // context.case.world).to(context.dtype)
+    head(scene.calls[0](scene.rows(0))).backward()
+    torch.optim.SGD(head.parameters(), lr=0.5).step()
+    logger.removeHandler(handler)
+    told = any("the same on all ranks by gradients of each rank's rows" in line for line in said)
+    context.findings.that(told or context.rank > 0, f"nothing is said of a layer that may be rows: {said}")

@@ -167,7 +167,7 @@ class _Pair:
             if grad is None:
                 continue
             if other is None:
-                self.context.findings.that(not bool(grad.to_dense().any()), f"{what}: {name} has a gradient")
+                self.context.findings.that(False, f"{what}: {name} has a gradient, and none in one process")
                 continue
             self.context.findings.that(
                 grad.shape == other.shape and grad.dtype == other.dtype, f"{what}: {name} is {grad.dtype}"

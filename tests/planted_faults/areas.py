@@ -143,6 +143,14 @@ AREAS = (
         },
         tests=unit("integrations/hugging_face", "integrations/distributed_checkpoint"),
     ),
+    Area(
+        name="optimizer steps",
+        files={"runtime/gradients/optimizer_watch.py": 2},
+        tests=(
+            "tests/distributed/test_loops.py::test_a_loop_equals_one_process[heads-2]",
+            "tests/distributed/test_optimizers.py",
+        ),
+    ),
     Area(name="parts of data", files={"api/data_slices.py": 5}, tests=unit("api/data_slices")),
     Area(
         name="kept plans and views",
@@ -152,7 +160,7 @@ AREAS = (
     Area(
         name="executor",
         files={
-            "runtime/step/autograd.py": 4,
+            "runtime/step/autograd.py": 5,
             "runtime/step/executor.py": 3,
             "runtime/step/graph_runtime.py": 4,
             "runtime/step/user_outputs.py": 1,
@@ -283,8 +291,16 @@ AREAS = (
     Area(name="kept functions", files={"passes/kept_functions.py": 6}, tests=passes("kept_functions")),
     Area(
         name="values that need gradients",
-        files={"passes/batch/differentiability.py": 3},
+        files={"passes/batch/differentiability.py": 4},
         tests=passes("batch/differentiability", "batch/split_reductions", "batch/choices", "data_sizes"),
+    ),
+    Area(
+        name="outputs that bring gradients",
+        files={"capture/analysis.py": 2},
+        tests=(
+            "tests/distributed/test_loops.py::test_a_loop_equals_one_process[some_outputs-2]",
+            *equal("batch_norm_replicas", "several_outputs"),
+        ),
     ),
     Area(name="choices", files={"passes/data_sizes.py": 3}, tests=passes("batch/choices", "data_sizes")),
     Area(

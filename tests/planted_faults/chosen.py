@@ -120,8 +120,8 @@ CHOSEN: tuple[Fault, ...] = (
             (
                 "seed-scale-not-applied",
                 _GRAPH,
-                "self.buckets.publish(state.pending, scale, keep=keep)",
-                "self.buckets.publish(state.pending, 1.0, keep=keep)",
+                "self.buckets.publish(state.pending, scale, keep=keep, outputs=step.outputs)",
+                "self.buckets.publish(state.pending, 1.0, keep=keep, outputs=step.outputs)",
                 point("incoming_gradient"),
             ),
             (

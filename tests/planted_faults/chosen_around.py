@@ -94,9 +94,9 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         ),
         (
             "complex-sums-have-no-gradient",
-            "capture/analysis.py",
-            "or fake.is_complex()",
-            "or False",
+            "passes/batch/differentiability.py",
+            "torch.Tensor) and (value.is_floating_point() or value.is_complex())",
+            "torch.Tensor) and value.is_floating_point()",
             unit("capture/odd_models"),
         ),
         # rows that meet

@@ -24,8 +24,8 @@ CHOSEN_LOOPS: tuple[Fault, ...] = tuple(
         (
             "gradients-of-inputs-bring-those-that-are-kept",
             "runtime/step/graph_runtime.py",
-            "        if step.publishes:\n            self.buckets.publish(state.pending, scale, keep=keep)",
-            "        if keep or step.publishes:\n            self.buckets.publish(state.pending, scale, keep=keep)",
+            "        if step.publishes:\n            self.buckets.publish(state.pending, scale, keep=keep, outputs=step.outputs)",
+            "        if keep or step.publishes:\n            self.buckets.publish(state.pending, scale, keep=keep, outputs=step.outputs)",
             loops("by_name-1,1"),
         ),
         (
@@ -52,15 +52,36 @@ CHOSEN_LOOPS: tuple[Fault, ...] = tuple(
         (
             "learned-prompts-go-different-ways",
             "runtime/gradients/optimizer_watch.py",
-            "        self._refuse_leaves_behind_inputs(optimizer)\n",
+            "        self._compare_own_rows(optimizer)\n",
             "",
             loops("prompts-1,1"),
         ),
         (
+            "heads-go-different-ways",
+            "runtime/step/autograd.py",
+            "        note(tensors)\n",
+            "",
+            loops("heads-2"),
+        ),
+        (
+            "a-global-loss-is-taken-for-rows",
+            "runtime/step/autograd.py",
+            "            if runtime.settings.gather_inputs and isinstance(runtime.outputs[i], DeliveredRows)\n",
+            "            if runtime.settings.gather_inputs\n",
+            loops("scaled_losses-2"),
+        ),
+        (
+            "gradients-that-users-average-are-refused",
+            "runtime/gradients/optimizer_watch.py",
+            "len(set(map(tuple, gradients))) > 1 and (",
+            "(",
+            loops("heads-2"),
+        ),
+        (
             "a-ranks-own-rows-are-taken-for-shared",
             "runtime/step/autograd.py",
-            "        if leaf.shape[:1] == tensor.shape[:1]:\n            continue\n",
-            "",
+            "is_certain = leaf.shape[:1] not in row_counts",
+            "is_certain = True",
             loops("prompts-1,1"),
         ),
         (

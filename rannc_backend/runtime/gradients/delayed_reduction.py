@@ -22,6 +22,7 @@ import torch
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.gradients.bucket_layout import Division, plan_buckets
 from rannc_backend.runtime.gradients.buckets import GradientBuckets, PendingGradients, StartReduce, zeros_for
+from rannc_backend.runtime.gradients.loss_gradients import Number
 from rannc_backend.runtime.gradients.new_values import check_outside_changes, outside_changes, send_new_values
 from rannc_backend.runtime.gradients.sparse_rows import RowSums
 from rannc_backend.runtime.parameters import ParameterTable
@@ -60,7 +61,9 @@ class DelayableBuckets(GradientBuckets):
             pending.start_reduce, pending.is_local = _later, True
         return pending
 
-    def publish(self, pending: PendingGradients, scale: float | torch.Tensor, *, keep: bool) -> None:
+    def publish(
+        self, pending: PendingGradients, scale: Number, *, keep: bool, outputs: frozenset[int] = frozenset()
+    ) -> None:
         """As of `GradientBuckets`; then reduce, unless that is delayed."""
         table = self.table
         local = pending.is_local
@@ -71,7 +74,7 @@ class DelayableBuckets(GradientBuckets):
             self.reduce()
         table.is_in_backward = True
         try:
-            GradientBuckets.publish(self, pending, scale, keep=keep)
+            GradientBuckets.publish(self, pending, scale, keep=keep, outputs=outputs)
         finally:
             table.is_in_backward = False
         if table.updates:

@@ -9,6 +9,7 @@ optimizers that could not do on one rank's parameters what they do on all.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,14 +25,17 @@ from rannc_backend.errors import (
     ShardingOptimizerError,
     UnsynchronizedGradientError,
 )
-from rannc_backend.runtime.agreement import agree
+from rannc_backend.log.logger import say_once
+from rannc_backend.runtime.agreement import agree, digest
 from rannc_backend.runtime.gradients.new_values import send_new_values
 from rannc_backend.runtime.gradients.optimizer_probe import couples_parameters, optimizers_of, parameters_of
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.step_counts import Keys, StepCounts, name_of
 from rannc_backend.runtime.torch_internals import be_first_after_step, optimizers_in_step, replace_zero_grad
-from rannc_backend.runtime.world import Ranks, World
+from rannc_backend.runtime.world import OwnRows, Ranks, World
 from rannc_backend.settings import hooks
+
+logger = logging.getLogger(__name__)
 
 # They keep their state, or parameters, in step over ranks by collectives of their own.
 _SHARDING = frozenset({"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"})
@@ -96,7 +100,7 @@ class OptimizerWatch:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         known = self._of(optimizer)
-        self._refuse_leaves_behind_inputs(optimizer)
+        self._compare_own_rows(optimizer)
         if not known.keys:
             return
         assert not self._is_trying, "a copy of an optimizer steps the optimizer itself"
@@ -117,15 +121,40 @@ class OptimizerWatch:
         counts.num_updates += 1
         counts.settings = settings_of(optimizer)
 
-    def _refuse_leaves_behind_inputs(self, optimizer: torch.optim.Optimizer) -> None:
-        behind = self._world.behind_inputs
+    def _compare_own_rows(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an update by gradients of each rank's rows, unless the user has brought them together. Collective where
+        there are some.
+        """
+        marked = self._world.of_own_rows
         loose = [
-            f"[{', '.join(map(str, parameter.shape))}] behind an input"
-            for parameter in (parameters_of(optimizer) if behind else ())
-            if parameter.grad is not None and parameter in behind and not self._is_synchronized(parameter)
+            p
+            for p in (parameters_of(optimizer) if marked else ())
+            if p in marked and p.grad is not None and not self._is_synchronized(p)
         ]
-        if loose:
-            raise UnsynchronizedGradientError(type(optimizer).__name__, loose)
+        if not loose:
+            return
+        name, own = type(optimizer).__name__, []
+        for parameter in loose:
+            assert parameter.grad is not None
+            own.append([digest(each.detach().to_dense()) for each in (parameter, parameter.grad)])
+        answers = agree(self._world, f"a step of {name} outside of compiled models", own)
+        apart = []
+        for parameter, *found in zip(loose, *answers, strict=True):
+            values, gradients = zip(*found, strict=True)
+            mark: OwnRows = marked[parameter]
+            if len(set(map(tuple, gradients))) > 1 and (mark.is_certain or len(set(map(tuple, values))) == 1):
+                apart.append((mark, f"[{', '.join(map(str, parameter.shape))}] {mark.where}"))
+        if any(mark.is_certain for mark, _ in apart):
+            raise UnsynchronizedGradientError(name, [text for _, text in apart])
+        if apart:
+            say_once(
+                logger,
+                "%s updates tensors that are the same on all ranks by gradients of each rank's rows (%s): if they are no rows of a "
+                "rank's own, call rannc_backend.synchronize(module) once, on all ranks, for the module that holds them.",
+                name,
+                "; ".join(text for _, text in apart),
+                level=logging.WARNING,
+            )
 
     def _leave_to_others(self, optimizer: torch.optim.Optimizer, known: _Known) -> None:
         """What autograd itself has added to gradients (a penalty beside the loss) is updated where the sum is."""

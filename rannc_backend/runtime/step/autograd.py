@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from rannc_backend.log.logger import say_once
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime
 from rannc_backend.runtime.step.graph_settings import TrainingStep
+from rannc_backend.runtime.step.step_state import DeliveredRows
 from rannc_backend.runtime.torch_internals import (
     backward_keeps_graph,
     function_of,
@@ -36,7 +37,7 @@ from rannc_backend.runtime.torch_internals import (
     is_asked_for,
     without_saved_tensor_hooks,
 )
-from rannc_backend.runtime.world import World
+from rannc_backend.runtime.world import OwnRows, World
 from rannc_backend.settings import hooks
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,12 @@ class _Step(torch.autograd.Function):
             i
             for i, spec in enumerate(runtime.outputs)
             if spec.differentiable and isinstance(outputs[i], torch.Tensor)
+        ]
+        ctx.row_counts = [
+            outputs[i].shape[:1]
+            if runtime.settings.gather_inputs and isinstance(runtime.outputs[i], DeliveredRows)
+            else None
+            for i in ctx.positions
         ]
         ctx.num_outputs = len(outputs)
         ctx.set_materialize_grads(False)
@@ -176,43 +183,77 @@ def _note_leaves(
     is_synchronized: Callable[[torch.Tensor], bool],
 ) -> None:
     """Remember, and say once, what an input is computed from that has a gradient of this rank's rows alone: a prompt that is
-    learned, a module in front of the model. A leaf with as many rows as the input is taken for the rank's own.
+    learned, a module in front of the model.
     """
     for leaf in behind if tensor.grad_fn is not None and tensor.dim() else ():
-        if _is_step(leaf) or leaf in world.behind_inputs or is_synchronized(leaf):
-            continue
-        if leaf.shape[:1] == tensor.shape[:1]:
-            continue
-        world.behind_inputs[leaf] = True
+        if not (_is_step(leaf) or is_synchronized(leaf)):
+            what = f"the input {name!r} of a compiled model is computed from a tensor {list(leaf.shape)} whose gradient"
+            _note(leaf, world, "behind an input", what, {tensor.shape[:1]})
+
+
+def _note(
+    leaf: torch.Tensor, world: World, where: str, what: str, row_counts: Collection[torch.Size]
+) -> None:
+    """One with as many rows as the batch may be the rank's own (latents); that is asked when it is updated."""
+    if leaf in world.of_own_rows:
+        return
+    is_certain = leaf.shape[:1] not in row_counts
+    world.of_own_rows[leaf] = OwnRows(where, is_certain)
+    if is_certain:
         say_once(
             logger,
-            "the input %r of a compiled model is computed from a tensor %s whose gradient is of this rank's rows alone: "
-            "call rannc_backend.synchronize(module) once, on all ranks, for the module that holds it, or ranks go different ways.",
-            name,
-            list(leaf.shape),
+            "%s is of this rank's rows alone: call rannc_backend.synchronize(module) once, on all ranks, for the module that "
+            "holds it, or ranks go different ways.",
+            what,
             level=logging.WARNING,
         )
 
 
 def _first_nodes(tensor: torch.Tensor) -> Iterator[Any]:
     """Behind a tensor: calls of compiled models, leaves that want a gradient, and what hides these."""
+    yield from dict.fromkeys(node for node, _ in _first_edges(tensor))
+
+
+def _first_edges(tensor: torch.Tensor) -> Iterator[tuple[Any, int]]:
+    """The same, each with the number of its output that leads there."""
     if tensor.grad_fn is None:
-        yield tensor
+        yield tensor, 0
         return
-    left: list[Any] = [tensor.grad_fn]
+    left: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr)]
     seen = set(left)
     while left:
-        node = left.pop()
+        node, number = left.pop()
         if function_of(node) is CheckpointFunction:
-            yield node
+            yield node, number
         if _is_step(node):
-            yield node
+            yield node, number
         elif type(node).__name__ == "AccumulateGrad":
-            yield node.variable
+            yield node.variable, number
         else:
-            further = {before for before, _ in node.next_functions if before is not None} - seen
+            further = {edge for edge in node.next_functions if edge[0] is not None} - seen
             seen |= further
             left += further
+
+
+def _note_heads(
+    outputs: Sequence[torch.Tensor],
+    is_compiled: Callable[[torch.Tensor], bool],
+    is_synchronized: Callable[[torch.Tensor], bool],
+) -> None:
+    """Remember, and say once, what a backward reaches beside rows of a compiled model: a head with its loss, whose gradient
+    is of this rank's rows alone.
+    """
+    edges = list(dict.fromkeys(edge for output in outputs for edge in _first_edges(output)))
+    calls = [(node, node.row_counts[number]) for node, number in edges if _is_step(node)]
+    rows = [(node, count) for node, count in calls if count is not None]
+    if not rows:
+        return
+    for leaf in (node for node, _ in edges if isinstance(node, torch.Tensor)):
+        if not (is_compiled(leaf) or is_synchronized(leaf)):
+            what = f"a backward reaches a tensor {list(leaf.shape)} beside rows of a compiled model, and its gradient"
+            _note(
+                leaf, rows[0][0].runtime.world, "after rows of a compiled model", what, {n for _, n in rows}
+            )
 
 
 def _is_step(node: Any) -> bool:
@@ -269,11 +310,13 @@ def call_training(
     return holder
 
 
-def refuse_gradients_by_name(tables: Callable[[], Sequence[ParameterTable]]) -> Callable[[], None]:
+def watch_backwards(
+    tables: Callable[[], Sequence[ParameterTable]], is_synchronized: Callable[[torch.Tensor], bool]
+) -> Callable[[], None]:
     """From now on `torch.autograd.grad` of a compiled model by a parameter of the ``tables`` is an error, as is one that is to
     be differentiated again, and ``backward(inputs=...)`` by one; returns a function that ends this. torch would not find
     the parameter behind the loss: None, or a backward that does nothing. And the backward that refuses a second derivative
-    may run in a thread without the user's lines.
+    may run in a thread without the user's lines. What either differentiates beside rows of a compiled model is remembered.
     """
     original = torch.autograd.grad
     original_backward = torch.autograd.backward
@@ -283,10 +326,18 @@ def refuse_gradients_by_name(tables: Callable[[], Sequence[ParameterTable]]) -> 
         names = (table.name_of(tensor) for table in tables() for tensor in _tensors_in(tensors))
         return next((found for found in names if found is not None), None)
 
+    def note(tensors: Any) -> None:
+        if any(table.world.size > 1 for table in tables()):
+            _note_heads(_tensors_in(tensors), lambda each: name_of(each) is not None, is_synchronized)
+
     @functools.wraps(original_backward)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original_backward(tensors, *args, **kwargs)
+        tensors = list(tensors) if isinstance(tensors, Iterator) else tensors
+        note(tensors)
         inputs = kwargs.get("inputs")
-        if inputs is None or torch.compiler.is_compiling():
+        if inputs is None:
             return original_backward(tensors, *args, **kwargs)
         inputs = list(inputs) if isinstance(inputs, Iterator) else inputs
         if (name := name_of(inputs)) is not None and _leads_to_step(_tensors_in(tensors)):
@@ -305,6 +356,7 @@ def refuse_gradients_by_name(tables: Callable[[], Sequence[ParameterTable]]) -> 
         outputs, inputs = (
             list(values) if isinstance(values, Iterator) else values for values in (outputs, inputs)
         )
+        note(outputs)
         name = name_of(inputs)
         is_twice, is_batched = bool(kwargs.get("create_graph")), bool(kwargs.get("is_grads_batched"))
         if (is_twice or is_batched or name is not None) and _leads_to_step(_tensors_in(outputs)):

@@ -29,14 +29,13 @@ from rannc_backend.ir.action import GraphUse, OrderedMessage, Program, describe
 from rannc_backend.ir.graph_input import ReplicatedInput, UserInput
 from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.kernels.kept_rows import with_real_rows
-from rannc_backend.runtime.agreement import agree, exchanging
+from rannc_backend.runtime.agreement import Digests, agree, exchanging
 from rannc_backend.runtime.gradients.buckets import GradientBuckets
 from rannc_backend.runtime.gradients.loss_gradients import Number, if_within, means_on_device, ratio
 from rannc_backend.runtime.host_resources import give_back_memory, keep_freed_memory
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.shared_buffers import SharedBuffers
 from rannc_backend.runtime.step.compile_watch import CompileWatch
-from rannc_backend.runtime.step.digests import Digests
 from rannc_backend.runtime.step.executor import Executor
 from rannc_backend.runtime.step.graph_settings import (
     RuntimeSettings,
@@ -364,13 +363,13 @@ class GraphRuntime:
         if not step.eager:
             refuse_changes(step.changed_by_rank)
         size = len(answers)
-        flagged = [any(answer[0][i] for answer in answers) for i in range(len(grads))]
+        step.outputs = frozenset(i for i in range(len(grads)) if any(answer[0][i] for answer in answers))
         if behind:
             with exchanging(self.world):
                 means = means_on_device(scalars, self._all_reduce(), size, self.world.device)
         else:
             means = [sum(answer[1][i] for answer in answers) / size for i in range(len(grads))]
-        if step.eager and all(index == self.loss_index for index, flag in enumerate(flagged) if flag):
+        if step.eager and step.outputs <= {self.loss_index}:
             assert self.loss_index is not None, "there is a loss where a step is eager"
             gradients = self._publish_eager(step, means[self.loss_index], keep=keep)
         else:
@@ -378,14 +377,13 @@ class GraphRuntime:
                 self._deferred = True
                 step.state, step.eager = self._again(step), False
                 self._run(GraphUse.ALL, "forward", step.state)
-            pairs = zip(flagged, self.outputs, strict=True)
-            step.only_rows = not any(flag and isinstance(output, Scalar) for flag, output in pairs)
+            step.only_rows = not any(isinstance(self.outputs[place], Scalar) for place in step.outputs)
             gradients = self._run_deferred(step, grads, means, keep=keep)
         if self.copies is not None and step.state.copies is not None:
             self.copies.take(step.state.copies, step.state.rows.num_micro_batches)
         if self.switches.observer is not None and step.publishes:
             self.switches.observer.published(self)
-        return gradients
+        return self.settings.reached(self.inputs, gradients, step.outputs)
 
     def _publish_eager(
         self, step: TrainingStep, gradient: Number, *, keep: bool
@@ -404,7 +402,7 @@ class GraphRuntime:
         scale = ratio(gradient, state.loss_gradient)
         self._remember_loss_gradient(gradient)
         if step.publishes:
-            self.buckets.publish(state.pending, scale, keep=keep)
+            self.buckets.publish(state.pending, scale, keep=keep, outputs=step.outputs)
         if not keep:
             state.pending = None
         return [
@@ -455,7 +453,7 @@ class GraphRuntime:
         self._run_backward(state, grads, means)
         assert state.pending is not None, "backward without gradient buffers"
         if step.publishes:
-            self.buckets.publish(state.pending, 1.0, keep=False)
+            self.buckets.publish(state.pending, 1.0, keep=False, outputs=step.outputs)
         state.pending = None
         if state.record is not None:
             state.record.stop(complete=True)

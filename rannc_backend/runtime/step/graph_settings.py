@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -39,10 +39,24 @@ class RuntimeSettings:
     compile_limit_seconds: float
     size_tests: tuple[SizeTest, ...] = ()
     lengths: tuple[Length, ...] = ()
+    outputs_of: Mapping[str, frozenset[int]] = field(default_factory=dict)  # whose gradients reach an input
 
     def share(self, num_ranks: int) -> float:
         """Of a rank in the gradient of an output's rows."""
         return 1.0 / num_ranks if self.mean_gradients else 1.0
+
+    def reached(
+        self,
+        inputs: Sequence[UserInput],
+        gradients: Sequence[torch.Tensor | None],
+        outputs: frozenset[int],
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the inputs that want one; None where those of ``outputs`` come to nothing, as in one process."""
+        names = [spec.name for spec in inputs if spec.requires_grad]
+        return [
+            None if self.outputs_of.get(name, outputs).isdisjoint(outputs) else gradient
+            for name, gradient in zip(names, gradients, strict=True)
+        ]
 
 
 @dataclass(slots=True)
@@ -68,6 +82,9 @@ class TrainingStep:
     versions: VersionCheck
     changed_by_rank: tuple[str, ...] = ()
     only_rows: bool = False  # its last backward came to rows alone, and to no scalar
+    outputs: frozenset[int] = (
+        frozenset()
+    )  # places of those whose gradients its last backward got, on any rank
     publishes: bool = True  # its backward is asked for gradients of parameters, and not of inputs alone
 
 

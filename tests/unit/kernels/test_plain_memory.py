@@ -24,7 +24,7 @@ from rannc_backend.kernels.plain_memory import (
     without_marks,
 )
 from rannc_backend.kernels.scale_unless_one import scale_unless_one
-from rannc_backend.runtime.step.digests import digest
+from rannc_backend.runtime.agreement import digest
 from rannc_backend.runtime.step.messages import make_message
 from rannc_backend.runtime.step.send_buffers import SendBuffers
 from tests.unit.rannc_backend.checkpoint.checkpoint_jobs import save

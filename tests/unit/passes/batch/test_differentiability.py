@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rannc_backend.passes.batch.differentiability import values_needing_grad, values_reached_by_grad
+from rannc_backend.passes.batch.differentiability import (
+    outputs_by_value,
+    values_needing_grad,
+    values_reached_by_grad,
+)
 from tests.unit.passes.batch.batch_tracing import trace
 from tests.unit.passes.batch.slice_runner import split_traced
 
@@ -48,6 +52,21 @@ def test_what_only_gives_its_shape_needs_none() -> None:
     found = values_needing_grad(graph.graph_module, graph.parameters)
     assert set(graph.parameters) & found == set(graph.parameters[:2])
     assert set(graph.parameters) <= values_reached_by_grad(graph.graph_module.graph, graph.parameters)
+
+
+def test_a_value_knows_the_outputs_that_bring_its_gradient() -> None:
+    class Heads(Branches):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            y = self.first(x)
+            return y.tanh(), self.second(y), self.second(y.detach()).sigmoid()
+
+    graph = trace(Heads(), dict(x=torch.randn(5, 3)))
+    names = [node.name for node in graph.graph_module.graph.output_node().args[0]]
+    found = outputs_by_value(graph.graph_module, graph.parameters)
+    first_weight, _, second_weight, _ = graph.parameters
+    assert found[first_weight] == set(names[:2])
+    assert found[second_weight] == set(names[1:])
+    assert [found[name] for name in names] == [{name} for name in names]
 
 
 def test_tuples_and_batch_norm_in_training() -> None:

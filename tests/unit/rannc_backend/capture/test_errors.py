@@ -250,7 +250,7 @@ def _fails_in_itself(*args: Any, **kwargs: Any) -> Any:
     ("place", "is_about_a_node"),
     [
         ("rannc_backend.passes.canonicalize.inline", True),
-        ("rannc_backend.capture.analysis.values_needing_grad", False),
+        ("rannc_backend.capture.analysis.outputs_by_value", False),
         ("rannc_backend.session.cut_by_plan", False),
         ("rannc_backend.stages.joint_graph.split_joint", False),
         ("rannc_backend.deployment.lower_lanes", False),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rannc_backend.kernels.scale_unless_one import scale_unless_one
+from rannc_backend.runtime.agreement import Digests, digest
 from rannc_backend.runtime.gradients.loss_gradients import (
     Number,
     filled_like,
@@ -16,7 +17,6 @@ from rannc_backend.runtime.gradients.loss_gradients import (
     ratio,
     scale_buffers,
 )
-from rannc_backend.runtime.step.digests import Digests, digest
 from tests.fake_device import FakeDevice, OnDevice
 
 

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from rannc_backend.errors import UserInputError
 from rannc_backend.runtime.step import autograd
-from rannc_backend.runtime.step.autograd import call_training, refuse_gradients_by_name
+from rannc_backend.runtime.step.autograd import call_training, watch_backwards
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "tensor": lambda tensor: tensor,
@@ -32,7 +32,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("of", WAYS)
 @pytest.mark.parametrize("by", WAYS)
 def test_gradients_of_other_models_are_torchs(of: str, by: str, create_graph: bool) -> None:
-    undo = refuse_gradients_by_name(lambda: [])
+    undo = watch_backwards(lambda: [], lambda parameter: False)
     try:
         x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
         (gradient,) = torch.autograd.grad(WAYS[of]((x**3).sum()), WAYS[by](x), create_graph=create_graph)
@@ -60,9 +60,9 @@ class PlayedRuntime:
         self.outputs = [SimpleNamespace(differentiable=True)]
         self.loss_index = 0 if self.gives_loss else None
         self.world: Any = SimpleNamespace(
-            size=self.num_ranks, rows_given=ROWS_GIVEN, behind_inputs=WeakTensorKeyDictionary()
+            size=self.num_ranks, rows_given=ROWS_GIVEN, of_own_rows=WeakTensorKeyDictionary()
         )
-        self.settings: Any = SimpleNamespace(share=lambda size: share)
+        self.settings: Any = SimpleNamespace(share=lambda size: share, gather_inputs=True)
         self.switches: Any = SimpleNamespace(keep_graph=True)
 
     def begin(self, tensors: Any, training: bool) -> Any:
