@@ -261,6 +261,20 @@ def diagonal(call: Call) -> Layout:
     return _moved(layout, layout.dim - (first < layout.dim) - (second < layout.dim))
 
 
+def diagonal_scatter(call: Call) -> Layout:
+    target, source = call.rows(call["self"]), call.rows(call["src"])
+    ndim = call.value.ndim
+    diagonal_dims = [call.dim("dim1", ndim), call.dim("dim2", ndim)]
+    if source is not None:
+        # The diagonal is the last dimension of what is written.
+        places = [dim for dim in range(ndim) if dim not in diagonal_dims] + diagonal_dims[:1]
+        source = _moved(source, places[source.dim])
+    layout = call.merge(target, source)
+    if layout is None or layout.dim in diagonal_dims:
+        call.refuse_mixing("it pairs the rows with another dimension")
+    return layout
+
+
 def pad(call: Call) -> Layout:
     layout, ndim = _source(call), call.ndim(call["self"])
     from_end = ndim - 1 - layout.dim
@@ -310,6 +324,7 @@ STRUCTURE_RULES: dict[str, Rule] = {
     "cat": cat,
     "stack": stack,
     "diagonal": diagonal,
+    "diagonal_scatter": diagonal_scatter,
     "constant_pad_nd": pad,
     "arange": arange,
     **dict.fromkeys(

@@ -149,6 +149,7 @@ AREAS = (
         tests=(
             "tests/distributed/test_loops.py::test_a_loop_equals_one_process[heads-2]",
             "tests/distributed/test_optimizers.py",
+            "tests/distributed/test_zero.py",
         ),
     ),
     Area(name="parts of data", files={"api/data_slices.py": 5}, tests=unit("api/data_slices")),
@@ -169,6 +170,7 @@ AREAS = (
             *unit("runtime/step/autograd", "runtime/step/graph_runtime"),
             *unit("runtime/step/send_buffers", "runtime/step/rehearsal"),
             *STEP,
+            "tests/distributed/test_loops.py::test_a_loop_equals_one_process[heads-2]",
         ),
     ),
     Area(

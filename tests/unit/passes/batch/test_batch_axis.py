@@ -67,6 +67,15 @@ ROWWISE: dict[str, Callable[..., object]] = {
     "cast": lambda x, i, w: x.float().double(),
     "where": lambda x, i, w: torch.where(i[:, :, None] > 1, x, w[0]),
     "masked_fill": lambda x, i, w: x.masked_fill(i[..., None] == 2, 0.5),
+    "diagonal_scatter": lambda x, i, w: torch.diagonal_scatter(x, x[:, :, 0] + 1.0, 1, 1, 2),
+    "diagonal_scatter_before_rows": lambda x, i, w: torch.diagonal_scatter(
+        x.permute(1, 2, 0), 2.0 * x[:, 0, :4], 0, -3, -2
+    ).permute(2, 0, 1),
+    "diagonal_scatter_of_a_constant": lambda x, i, w: torch.diagonal_scatter(x, w[0, :4].expand(x.shape[0], 4), 0, 2, 1),
+    "diagonal_scatter_into_a_constant": lambda x, i, w: torch.diagonal_scatter(
+        w[:4].expand(x.shape[0], 4, 6), x[:, :, 0], 0, 1, 2
+    ),
+    "diag_embed": lambda x, i, w: torch.diag_embed(x[:, 0], 1, -2, -1)[:, :6, :6] @ w,
     "masked_put": lambda x, i, w: _put(x, (i == 2,), torch.tensor(0.5, dtype=x.dtype)),
     "linear_norm": lambda x, i, w: F.layer_norm(F.linear(x, w), (6,), w[0], w[1]),
     "rms_norm": lambda x, i, w: F.rms_norm(x, (6,), w[0]),
@@ -203,6 +212,7 @@ MIXING: dict[str, tuple[Callable[..., object], str]] = {
     "spread_loss": (lambda x, i, w: x.sum().expand(x.shape[0]), "expand"),
     "row_number_as_value": (lambda x, i, w: x + torch.arange(x.shape[0])[:, None, None], "add"),
     "diagonal": (lambda x, i, w: x.diagonal(0, 0, 1), "diagonal"),
+    "diagonal_of_rows": (lambda x, i, w: torch.diagonal_scatter(x, w[:4].t(), 0, 0, 1), "diagonal_scatter"),
     "median": (lambda x, i, w: x.median(), "median"),
     "unknown": (lambda x, i, w: torch.histc(x, 4), "histc"),
     "eye": (lambda x, i, w: x.sum((1, 2))[:, None] * torch.eye(x.shape[0], dtype=x.dtype), "eye"),

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from rannc_backend.errors import UserInputError
 from rannc_backend.runtime.step import autograd
 from rannc_backend.runtime.step.autograd import call_training, watch_backwards
+from rannc_backend.runtime.world import OwnRows
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "tensor": lambda tensor: tensor,
@@ -118,6 +119,17 @@ def test_a_loss_of_own_rows_is_no_global_one() -> None:
     x.grad = None
     made.sum().backward()
     assert rows.came == [10.0, 1.0] and x.grad is not None and x.grad.tolist() == [3.0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_an_input_is_computed_from_is_noted_on_several_ranks(num_ranks: int) -> None:
+    rows, layer, own = PlayedRuntime(3.0, num_ranks=num_ranks), torch.ones(2, 1, requires_grad=True), _leaf()
+    rows((layer * own).sum(0))
+    noted: dict[torch.Tensor, OwnRows] = dict(rows.world.of_own_rows)
+    assert [(leaf is layer, leaf is own, mark.is_certain) for leaf, mark in noted.items()] == [
+        (True, False, True),
+        (False, True, False),
+    ][: 2 * (num_ranks > 1)]
 
 
 def test_both_losses_add_up() -> None:
