@@ -155,8 +155,8 @@ class NonstrictCalls:
         if recorded.kept_modules:
             logger.info(
                 "%s run as written, and once more for their gradients, since their code decides by values or by the "
-                "batch size; steps have one micro-batch, unless rannc_backend.row_wise declares that their class "
-                "computes each row by itself",
+                "batch size, or has a backward of its own that no graph can hold; steps have one micro-batch, unless "
+                "rannc_backend.row_wise declares that their class computes each row by itself",
                 ", ".join(f"{path} ({name})" for path, name in recorded.kept_modules.items()),
             )
         if WHOLE_MODEL in recorded.kept_modules:

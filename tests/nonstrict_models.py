@@ -368,18 +368,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-class _Drawing(_Doubled):
-    @staticmethod
-    def forward(context: Any, x: Tensor) -> Tensor:
-        return x + torch.rand_like(x)
-
-
-class _Listed(_Doubled):
-    @staticmethod
-    def forward(context: Any, x: Tensor, layers: list[nn.Module]) -> Tensor:
-        return layers[0](x)
-
-
 OUTSIDE = torch.linspace(0, 1, WIDTH)
 OTHER_MODEL = nn.Linear(WIDTH, WIDTH)
 
@@ -453,8 +441,6 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "in place": _with(_write_without_gradient, "Writer"),
 }
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "drawing backward": (_with(lambda self, x: _Drawing.apply(x), "Drawing"), "draws random numbers"),
-    "backward of lists": (_with(lambda self, x: _Listed.apply(x, [nn.ReLU()]), "Listed"), "argument of list"),
     "random": (_with(lambda self, x: x * random.random(), "Random"), "random generator"),
     "numpy": (
         _with(lambda self, x: x * float(__import__("numpy").random.rand()), "NumpyRandom"),

@@ -357,8 +357,8 @@ class _Analysis:
         if (code := operator_code(node.target)) is not None and not is_row_wise(node.target):
             raise PassError(
                 node,
-                f"{code.runs_whole} runs as written, since its code decides by values or by its batch size, and its class is not "
-                "declared with rannc_backend.row_wise",
+                f"{code.runs_whole} runs as written, since its code decides by values or by its batch size, or has a backward of its "
+                "own, and its class is not declared with rannc_backend.row_wise",
                 is_known=False,
             )
         rule = self._rule(node, name)

@@ -17,6 +17,7 @@ import tests.batch_dim_models as batch_dim_models
 import tests.changing_models as changing_models
 import tests.kept_models as kept_models
 import tests.nonstrict_models as nonstrict
+import tests.own_backward_models as own_backward_models
 from rannc_backend import backend, is_held
 from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.errors import ModelError, RanncError
@@ -106,6 +107,18 @@ def nonstrict_kept(context: Context) -> dict[str, Any]:
     with float64():
         for name, (make, options) in kept.items():
             model, alone, compiled, optimizers = context.pair(make, **options)
+            for step in range(3):
+                error = _trained(context, model, alone, compiled, optimizers, step, times=1 + step % 2)
+                context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")
+            _evaluate(context, name, compiled, alone)
+    return {}
+
+
+def nonstrict_backwards(context: Context) -> dict[str, Any]:
+    """Functions with a backward of their own that no operator can hold: three steps of each, and an evaluation."""
+    with float64():
+        for name, make in own_backward_models.MODELS.items():
+            model, alone, compiled, optimizers = context.pair(make)
             for step in range(3):
                 error = _trained(context, model, alone, compiled, optimizers, step, times=1 + step % 2)
                 context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")

@@ -13,6 +13,7 @@ CASES = on_plans(
     [
         *(("models", "1,1"), ("models", "2"), ("models", "1,2,1"), ("changes", "1,1"), ("refusals", "1,1")),
         *(("kept", "1,1"), ("kept", "2"), ("kept", "1,1,1,1")),
+        *(("backwards", "1,1"), ("backwards", "2")),
         *(("writing", "1,1"), ("writing", "2"), ("writing", "1,1,1,1")),
         *(("dims", "1,1"), ("dims", "2"), ("dims", "1,2,1")),
         *(("attributes", "1,1"), ("attributes", "2")),

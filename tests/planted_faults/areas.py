@@ -190,7 +190,11 @@ AREAS = (
     ),
     Area(
         name="kept modules",
-        files={"capture/nonstrict/kept_modules.py": 2, "capture/nonstrict/swapping.py": 9},
+        files={
+            "capture/nonstrict/kept_modules.py": 3,
+            "capture/nonstrict/kept_operators.py": 3,
+            "capture/nonstrict/swapping.py": 9,
+        },
         tests=(
             *unit("capture/nonstrict/kept_modules", "capture/nonstrict/changing"),
             *unit("capture/nonstrict/written_attributes"),

@@ -130,6 +130,27 @@ CHOSEN_CHANGING: tuple[Fault, ...] = tuple(
             unit("capture/written_out"),
         ),
         (
+            "functions-that-no-operator-holds-are-refused",
+            "capture/nonstrict/watch.py",
+            '    return needing_value(\n        f"the model uses {cls',
+            '    return UnsupportedModelError(\n        f"the model uses {cls',
+            unit("capture/nonstrict/kept_modules"),
+        ),
+        (
+            "backwards-run-parts-with-other-tensors",
+            "capture/nonstrict/kept_operators.py",
+            "            with self._swapped(module, self._to_use(leaves)):\n",
+            "            with contextlib.nullcontext():\n",
+            unit("capture/nonstrict/kept_modules"),
+        ),
+        (
+            "errors-that-are-their-own-cause-are-followed-for-ever",
+            "capture/nonstrict/kept_modules.py",
+            "while cause is not None and id(cause) not in seen:",
+            "while cause is not None:",
+            unit("capture/nonstrict/kept_modules"),
+        ),
+        (
             "kept-module-gets-operators-for-functions",
             "capture/nonstrict/watch.py",
             "if not watches or watches[-1].is_in_kept_module or watches[-1].is_in_function:",

@@ -168,7 +168,10 @@ class KeptModules:
 
     def _modules_of(self, error: BaseException) -> Sequence[nn.Module]:
         cause: BaseException | None = error
-        while cause is not None:
+        seen: set[int] = set()
+        # An error that is raised again from one that it has caused is its own cause.
+        while cause is not None and id(cause) not in seen:
+            seen.add(id(cause))
             if id(cause) in self._raised:
                 return self._raised[id(cause)][1]
             cause = cause.__cause__

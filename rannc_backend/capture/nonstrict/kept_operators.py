@@ -28,6 +28,7 @@ from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.capture.nonstrict.arguments import BatchSize
 from rannc_backend.capture.nonstrict.swapping import (
     Attributes,
+    Swap,
     Written,
     attributes_set_by,
     noting_writes,
@@ -65,7 +66,7 @@ _DIVISIBLE = 24
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 # Sums in another order differ by rounding; what is drawn anew differs by its size.
 _TOLERANCE = 1e-2
-_DECIDES = "decides by values or by its batch size"
+_DECIDES = "decides by values or by its batch size, or has a backward of its own"
 _MAX_SEED = 2**31 - 1
 
 
@@ -166,13 +167,9 @@ class _Whole:
             raise UnsupportedModelError(f"{self.path} is gone, and a graph still calls it")
         leaves = self.arguments.together(tensors[len(self.names) :], sizes)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        own = named_tensors(module)
-        # What the module writes into its buffers is given as results, as the graph's own updates of them are.
-        copied = self.may_be_written if self.buffers is None else {*self.buffers, *self.own_buffers}
-        used = [tensor.clone() if place in copied else tensor for place, tensor in enumerate(tensors)]
+        used = self._to_use(tensors)
         before = [_identity(tensor) for tensor in used]
-        others = {id(own[name]): tensor for name, tensor in zip(self.names, used)}
-        with self.autocast.again(), swapped(module, others) as swap:
+        with self.autocast.again(), self._swapped(module, used) as swap:
             result = module._call_impl(*args, **kwargs)  # not its call, which may be compiled
             found, spec = pytree.tree_flatten(result)
             write_back(swap.replaced(), found)
@@ -194,6 +191,17 @@ class _Whole:
         ]
         rest = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in found]
         return given, (spec, rest, changed)
+
+    def _to_use(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the module writes into its buffers is given as results, as the graph's own updates of them are."""
+        copied = self.may_be_written if self.buffers is None else {*self.buffers, *self.own_buffers}
+        return [tensor.clone() if place in copied else tensor for place, tensor in enumerate(tensors)]
+
+    def _swapped(
+        self, module: nn.Module, tensors: Sequence[torch.Tensor]
+    ) -> contextlib.AbstractContextManager[Swap]:
+        own = named_tensors(module)
+        return swapped(module, {id(own[name]): tensor for name, tensor in zip(self.names, tensors)})
 
     def forward(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> list[torch.Tensor]:
         with torch.no_grad():
@@ -228,9 +236,13 @@ class _Whole:
             assert (torch.ones((), requires_grad=True) * 1).requires_grad, "operators record gradients here"
             pairs = [(value, grad) for value, grad in zip(found, grads, strict=True) if value.requires_grad]
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
-            gradients = torch.autograd.grad(
-                [pair[0] for pair in pairs], wanted, [pair[1] for pair in pairs], allow_unused=True
-            )
+            module = self.module()
+            assert module is not None, "it has run just now"
+            # A function with a backward of its own may run parts of the module there (checkpoints written by hand).
+            with self._swapped(module, self._to_use(leaves)):
+                gradients = torch.autograd.grad(
+                    [pair[0] for pair in pairs], wanted, [pair[1] for pair in pairs], allow_unused=True
+                )
         full = [
             torch.zeros_like(leaf) if gradient is None else gradient.contiguous()
             for leaf, gradient in zip(wanted, gradients, strict=True)

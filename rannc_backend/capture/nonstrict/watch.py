@@ -451,7 +451,7 @@ def _holds(condition: sympy.Basic, *symbols: sympy.Symbol) -> Callable[..., bool
 
 
 def _not_kept(cls: type, why: str, trace: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
+    return needing_value(
         f"the model uses {cls.__name__}, a torch.autograd.Function with a backward of its own, which {why}",
         location=user_location(trace),
         cure="write this part with ordinary operators, for which autograd knows the gradient.",

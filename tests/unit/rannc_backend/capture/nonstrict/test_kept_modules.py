@@ -26,7 +26,7 @@ from rannc_backend.passes.kept_functions import operator_code
 from rannc_backend.passes.stage.liveness import live_bytes
 from rannc_backend.planner.cost.compute import operator_cost
 from rannc_backend.planner.cost.tensor_sizes import numel
-from tests import kept_models, row_number_models
+from tests import kept_models, own_backward_models, row_number_models
 from tests.default_dtype import float64
 from tests.kept_models import (
     DECLARED,
@@ -61,9 +61,14 @@ def results(capture: Capture, model: nn.Module, x: Tensor) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("name", MODELS)
+BACKWARDS = {name: (make, "Layer") for name, make in own_backward_models.MODELS.items()} | {
+    "in the model itself": (own_backward_models.Whole, "Whole")
+}
+
+
+@pytest.mark.parametrize("name", [*MODELS, *BACKWARDS])
 def test_the_graph_is_the_forward_for_every_batch(name: str) -> None:
-    make, cls = MODELS[name]
+    make, cls = (MODELS | BACKWARDS)[name]
     model = make()
     capture = captured(model)
     assert set(capture.recorded.kept_modules.values()) == {cls}
