@@ -305,6 +305,7 @@ def _functionalized(
             wrapped = [FunctionalTensor.to_functional(tensor) for tensor in tensors]
             writes.begin(wrapped)
             outputs = forward(*wrapped)
+            writes.check(outputs)
             mutated.clear()
             updates = []
             for index, tensor in enumerate(wrapped):

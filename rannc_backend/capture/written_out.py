@@ -209,10 +209,18 @@ _UNMARKED = {
 class DetachedWrites(TorchFunctionMode):
     """Writes into `x.data`, `x.detach()` and, where gradients are switched off, into tensors that have none: while it is
     entered, what is written has none either.
+
+    A detached tensor itself has the gradient of what is written into it (`y = x.detach(); y[mask] = token`), which x does
+    not see. A functional trace makes a tensor anew from what it is a view of, where the gradient would end: such a tensor
+    gets memory of its own, and x the values. What would no longer be the same in both is an error when it is read.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self._apart: dict[
+            int, Tensor
+        ] = {}  # by id of a detached tensor with its own memory: one over that it had
+        self._stale: set[int] = set()  # memory that lacks what was written in the other place
         self._inputs: frozenset[int] = frozenset()  # their memory
         self._trained: dict[int, Tensor] = {}  # inputs with a gradient, by memory
         self._before: dict[int, Tensor] = {}  # what those had that are written to, by their id
@@ -238,13 +246,17 @@ class DetachedWrites(TorchFunctionMode):
                 "the forward drops the gradient of a value in place (x.detach_())",
                 cure="write x = x.detach().",
             )
+        if self._apart and any(map(self._is_lost, tensors_in((args, kwargs)))):
+            result = func(*args, **kwargs)
+            if tensors_in(result):
+                raise _hidden_write()
+            return result  # its sizes
         if is_in_place(func):
             written = tensors_in(args[:1])
+            self._note_other_places(written)
+            if any(map(self._is_written_apart, written)) or self._gives_gradient(written, (args[1:], kwargs)):
+                return self._write_apart(func, args, kwargs)
             if not any(needs_gradient(tensor) for tensor in written):
-                if any(
-                    id(tensor) in self._detached and _memory(tensor) in self._hiding for tensor in written
-                ):
-                    raise _hidden_write()
                 if not torch.is_grad_enabled() or all(id(tensor) in self._detached for tensor in written):
                     args, kwargs = pytree.tree_map_only(Tensor, _detached, (args, kwargs))
                 for tensor in written:
@@ -263,6 +275,63 @@ class DetachedWrites(TorchFunctionMode):
                 if not needs_gradient(tensor) and _memory(tensor) in operands:
                     self._note(tensor)
         return result
+
+    def check(self, results: object) -> None:
+        """Raises UnsupportedModelError where one of the results lacks what was written."""
+        if any(map(self._is_lost, tensors_in(results))):
+            raise _hidden_write()
+
+    def _is_lost(self, tensor: Tensor) -> bool:
+        """Whether a tensor has other values, or another gradient, than in one process."""
+        memory = _memory(tensor)
+        if memory in self._stale:
+            return True
+        # Another detached tensor, or a view of one, from before the write.
+        return id(tensor) in self._detached and any(memory == _memory(base) for base in self._apart.values())
+
+    def _note_other_places(self, written: Sequence[Tensor]) -> None:
+        """What a write that goes to one of two memories leaves behind in the other."""
+        memories = {_memory(tensor) for tensor in written if id(tensor) not in self._apart}
+        for place, base in self._apart.items():
+            own = _memory(self._detached[place])
+            if own in memories:
+                self._lose(_memory(base))
+            if _memory(base) in memories:
+                self._lose(own)
+
+    def _lose(self, memory: int) -> None:
+        if memory in self._inputs:
+            raise _hidden_write()  # the graph gives its value
+        self._stale.add(memory)
+
+    def _is_written_apart(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._apart or (id(tensor) in self._detached and _memory(tensor) in self._hiding)
+
+    def _gives_gradient(self, written: Sequence[Tensor], operands: object) -> bool:
+        """Whether a detached tensor gets a gradient by a write."""
+        is_detached = bool(written) and all(id(tensor) in self._detached for tensor in written)
+        return is_detached and torch.is_grad_enabled() and any(map(needs_gradient, tensors_in(operands)))
+
+    def _write_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """To a detached tensor with gradients, and to what it shares memory with without, unless that has one of its own."""
+        target, *rest = args
+        if not isinstance(target, FunctionalTensor):
+            raise _hidden_write()
+        base = self._apart.get(id(target))
+        if base is None:
+            base = self._apart[id(target)] = target.detach()
+            if _memory(target) in self._hiding:
+                self._lose(_memory(target))
+            copy = target.clone()
+            assert isinstance(copy, FunctionalTensor), "a copy within the trace"
+            target.elem = copy.elem
+        if _memory(base) not in self._stale:
+            func(
+                base,
+                *pytree.tree_map_only(Tensor, _detached, rest),
+                **pytree.tree_map_only(Tensor, _detached, kwargs),
+            )
+        return func(target, *rest, **kwargs)
 
     def _note(self, tensor: Tensor) -> None:
         self._detached[id(tensor)] = tensor

@@ -9,13 +9,15 @@ from rannc_backend.errors.base import RanncError, UserInputError, shorten
 
 class UnsynchronizedGradientError(UserInputError):
     """An optimizer is about to update parameters whose gradients nobody has summed over ranks, beside those
-    of a compiled model.
+    of a compiled model; or ``has_updated`` them, and they are not the same on all ranks any more.
     """
 
-    def __init__(self, optimizer: str, parameters: Sequence[str]) -> None:
+    def __init__(self, optimizer: str, parameters: Sequence[str], *, has_updated: bool = False) -> None:
+        which = f"{len(parameters)} parameter(s) outside of the compiled model ({shorten(parameters)})"
         super().__init__(
-            f"{optimizer} was about to update {len(parameters)} parameter(s) outside of the compiled model "
-            f"({shorten(parameters)}), whose gradients are of this rank's rows alone: ranks would go "
+            f"{optimizer} has updated {which} by other gradients on each rank: they were the same on all ranks, and no longer are"
+            if has_updated
+            else f"{optimizer} was about to update {which}, whose gradients are of this rank's rows alone: ranks would go "
             "different ways",
             cure="compile the model that holds all of them; or call rannc_backend.synchronize(module) once "
             "on all ranks for the module outside, whose gradients are then averaged over ranks as DDP does.",

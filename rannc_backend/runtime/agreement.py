@@ -10,6 +10,7 @@ cause. So a script that catches an exception and goes on with the next batch goe
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +25,13 @@ from rannc_backend.errors import (
     OutOfStepError,
     PlainGradientError,
     RankFailedError,
+    UnsynchronizedGradientError,
 )
 from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.runtime.step_counts import name_of
 from rannc_backend.runtime.world import World
+
+logger = logging.getLogger(__name__)
 
 
 def agree(world: World, what: str, payload: Any = None, *, limit_seconds: float | None = None) -> list[Any]:
@@ -38,6 +42,7 @@ def agree(world: World, what: str, payload: Any = None, *, limit_seconds: float 
         OutOfStepError: ranks have made different numbers of calls, backwards or optimizer steps until now.
         PlainGradientError: gradients from outside of compiled models were not the same on the ranks that hold
         a parameter.
+        UnsynchronizedGradientError: parameters outside of compiled models are not the same on all ranks any more.
         RanncError: the call failed on another rank; its ``failed_rank`` tells which.
         CommunicationError: a rank did not arrive within the limit.
     """
@@ -58,6 +63,8 @@ def agree(world: World, what: str, payload: Any = None, *, limit_seconds: float 
         differences, are_settings = counts.differences(details)
         if differences:
             raise OutOfStepError(value_by_rank=differences, settings=are_settings)
+        if found := counts.outside_difference(details, logger.warning if world.rank == 0 else logger.debug):
+            raise UnsynchronizedGradientError(*found, has_updated=True)
         if key := counts.plain_difference(details):
             raise PlainGradientError(
                 f"{name_of(key)!r} has gradients of computations outside of the compiled model that differ "

@@ -13,6 +13,7 @@ than it has, or its own parameters, for which others have counted more.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,18 @@ class OptimizerCounts:
     def models(self) -> set[int]:
         """Numbers of the models that have these parameters."""
         return {model_of(key) for key in self.keys}
+
+
+@dataclass(frozen=True, slots=True)
+class OutsideValues:
+    """Of the parameters ``names`` of an optimizer that are outside of compiled models: for each a number of its values and
+    by how much that may differ, before the optimizer's first step and lately.
+    """
+
+    optimizer: str
+    names: tuple[str, ...]
+    before: tuple[float, ...]
+    now: tuple[float, ...]
 
 
 def key_of(model: int, name: str) -> str:
@@ -66,6 +79,8 @@ class StepCounts:
         gone: numbers of models that this rank has dropped.
         last_failure: the last call that failed on this rank, in words.
         is_exchanging: this rank is in the midst of messages that others wait for.
+        outside_values: what optimizers update outside of compiled models, by a key that is the same on all ranks.
+        ranks_own: keys of those that ranks have each for itself.
     """
 
     num_calls: int = 0
@@ -77,6 +92,8 @@ class StepCounts:
     gone: set[int] = field(default_factory=set)
     last_failure: str = ""
     is_exchanging: bool = False
+    outside_values: Callable[[], dict[str, OutsideValues]] = field(default=dict)
+    ranks_own: set[str] = field(default_factory=set)
 
     def note_failure(self, what: str, error: Exception) -> None:
         """``what`` failed on this rank."""
@@ -105,6 +122,7 @@ class StepCounts:
             self.num_calls,
             self.num_backwards,
             zlib.crc32(repr(counted).encode()),
+            zlib.crc32(repr(sorted(self._compared_outside().items())).encode()),
             len(self.plain_gradients),
         ]
 
@@ -125,6 +143,7 @@ class StepCounts:
             ],
             "gone": sorted(self.gone),
             "failure": self.last_failure,
+            "outside": {key: dataclasses.asdict(values) for key, values in self._compared_outside().items()},
             "plain_gradients": {key: numbers.tolist() for key, numbers in self.plain_gradients.items()},
         }
 
@@ -156,6 +175,27 @@ class StepCounts:
                 return key
         return ""
 
+    def _compared_outside(self) -> dict[str, OutsideValues]:
+        return {key: values for key, values in self.outside_values().items() if key not in self.ranks_own}
+
+    def outside_difference(
+        self, details_by_rank: Sequence[Mapping[str, Any]], tell: Callable[[str], None]
+    ) -> tuple[str, list[str]] | None:
+        """An optimizer, and those parameters outside of compiled models that were the same on all ranks before its first
+        step and no longer are. What differed before is a rank's own, and is not looked at again.
+        """
+        found_by_rank = [details["outside"] for details in details_by_rank]
+        for key in sorted(set().union(*found_by_rank)):
+            found = [each.get(key) for each in found_by_rank]
+            if None in found or apart([each["before"] for each in found]):
+                self.ranks_own.add(key)
+                if None not in found:
+                    tell(_own_from_the_start(found[0]))
+            elif places := apart([each["now"] for each in found]):
+                self.ranks_own.add(key)  # it is an error once
+                return found[0]["optimizer"], [found[0]["names"][place] for place in places]
+        return None
+
     def _steps_differ(self, details_by_rank: Sequence[Mapping[str, Any]], gone: set[int]) -> bool:
         if len({(details["calls"], details["backwards"]) for details in details_by_rank}) > 1:
             return True
@@ -171,6 +211,28 @@ class StepCounts:
                 if len(own) > 1 or (own and others and max(others) > max(own)):
                     return True
         return False
+
+
+def _own_from_the_start(found: Mapping[str, Any]) -> str:
+    names = "; ".join(found["names"][:3]) + ("; ..." if len(found["names"]) > 3 else "")
+    return (
+        f"{found['optimizer']} updates parameters outside of compiled models that differ between ranks from its first step on "
+        f"({names}): each rank trains its own. For one that all ranks train, make it with the same seed on all ranks and call "
+        "rannc_backend.synchronize(module)"
+    )
+
+
+def apart(found_by_rank: Sequence[Sequence[float]]) -> list[int]:
+    """Places of values, of pairs of a value and how far it may be from others, that differ."""
+    first = found_by_rank[0]
+    return [
+        place // 2
+        for place in range(0, len(first), 2)
+        if any(
+            abs(other[place] - first[place]) > max(other[place + 1], first[place + 1])
+            for other in found_by_rank[1:]
+        )
+    ]
 
 
 def _different_parts(texts: Sequence[str]) -> list[str]:

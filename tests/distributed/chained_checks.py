@@ -310,3 +310,89 @@ def scaled_losses(context: Context) -> None:
     logger.removeHandler(handler)
     told = any("the same on all ranks by gradients of each rank's rows" in line for line in said)
     context.findings.that(told or context.rank > 0, f"nothing is said of a layer that may be rows: {said}")
+
+
+def heads_apart(context: Context) -> None:
+    """Heads that go different ways unnoticed by their gradients are found by their values, in the next call at the latest; and
+    what ranks have each for itself is not.
+    """
+    for way in (_probed, _checkpointed_head, _in_closure):
+        scene, head = _Scene(context, own=True), _Head(5).to(context.dtype)
+        error = context.findings.raises(
+            way.__name__,
+            ("UnsynchronizedGradientError",),
+            partial(way, scene, head, _optimizer_of(way, head)),
+        )
+        context.findings.that("no longer are" in str(error), f"{way.__name__}: another error: {error}")
+    scene, latents = (
+        _Scene(context, own=True),
+        nn.Parameter(torch.randn(3, WIDTH, dtype=context.dtype) + context.rank),
+    )
+    optimizer = torch.optim.SGD([latents], lr=0.5)
+    for step in range(3):
+        with torch.no_grad():
+            rows = scene.calls[0](scene.rows(step))
+        (rows.sum() * latents).sum().backward()
+        optimizer.step()
+    scene.calls[0](scene.rows(3))
+
+
+def _optimizer_of(way: Callable[..., None], head: nn.Module) -> torch.optim.Optimizer:
+    if way is _in_closure:
+        return torch.optim.LBFGS(head.parameters(), lr=0.1, max_iter=2)
+    return torch.optim.SGD(head.parameters(), lr=0.5)
+
+
+def _probed(scene: _Scene, head: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(3):
+        optimizer.zero_grad()
+        with torch.no_grad():
+            rows = scene.calls[0](scene.rows(step))
+        head(rows).backward()
+        optimizer.step()
+
+
+def _checkpointed_head(scene: _Scene, head: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(3):
+        optimizer.zero_grad()
+        checkpoint(head, scene.calls[0](scene.rows(step)), use_reentrant=True).backward()
+        optimizer.step()
+
+
+def _in_closure(scene: _Scene, head: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(3):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = head(scene.calls[0](scene.rows(step)))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        optimizer.zero_grad()
+
+
+def heads_in_one_optimizer(context: Context) -> None:
+    """A head beside the encoder in one optimizer: that of one process where the user brings gradients together, refused where
+    ranks have different heads, or more of them.
+    """
+    found = []
+    for own in (True, False):
+        scene, head = _Scene(context, own=own), _Head(5).to(context.dtype)
+        optimizer = torch.optim.SGD([*scene.nets[0].parameters(), *head.parameters()], lr=0.5)
+        for step in range(3):
+            optimizer.zero_grad()
+            head(scene.calls[0](scene.rows(step))).backward()
+            for parameter in head.parameters() if own else ():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= context.case.world
+            optimizer.step()
+        found.append([*head.parameters()])
+    error = max(float((one - two).detach().abs().max()) for one, two in zip(*found, strict=True))
+    context.findings.that(error < 1e-12, f"a head in one optimizer is off by {error}")
+    scene, more = _Scene(context, own=True), nn.ModuleList([_Head(5), _Head(4)]).to(context.dtype)
+    rows = scene.calls[0](scene.rows(0))
+    losses = [head(rows) for head in [*more][: 1 + (context.rank > 0)]]
+    torch.stack(losses).sum().backward()
+    step = torch.optim.SGD([*scene.nets[0].parameters(), *more.parameters()], lr=0.5).step
+    context.findings.raises("more heads on one rank", ("UnsynchronizedGradientError",), step)

@@ -145,8 +145,11 @@ AREAS = (
     ),
     Area(
         name="optimizer steps",
-        files={"runtime/gradients/optimizer_watch.py": 2},
+        files={"runtime/gradients/optimizer_watch.py": 3, "runtime/step_counts.py": 4},
         tests=(
+            *unit("runtime/agreement"),
+            "tests/distributed/test_loops.py::test_a_loop_equals_one_process[heads_apart-1,1]",
+            "tests/distributed/test_loops.py::test_a_loop_equals_one_process[heads_in_one_optimizer-2]",
             "tests/distributed/test_loops.py::test_a_loop_equals_one_process[heads-2]",
             "tests/distributed/test_optimizers.py",
             "tests/distributed/test_zero.py",

@@ -52,9 +52,30 @@ CHOSEN_LOOPS: tuple[Fault, ...] = tuple(
         (
             "learned-prompts-go-different-ways",
             "runtime/gradients/optimizer_watch.py",
-            "        self._compare_own_rows(optimizer)\n",
+            "        self._compare_own_rows(optimizer, known)\n",
             "",
             loops("prompts-1,1"),
+        ),
+        (
+            "values-of-heads-are-not-compared",
+            "runtime/step_counts.py",
+            'elif places := apart([each["now"] for each in found]):',
+            "elif places := []:",
+            loops("heads_apart-1,1"),
+        ),
+        (
+            "what-ranks-have-of-their-own-must-be-alike",
+            "runtime/step_counts.py",
+            'if None in found or apart([each["before"] for each in found]):',
+            "if None in found:",
+            loops("heads_apart-1,1"),
+        ),
+        (
+            "heads-beside-an-encoder-may-go-different-ways",
+            "runtime/gradients/optimizer_watch.py",
+            "is_certain=True) if known.keys else None",
+            "is_certain=True) if not known else None",
+            loops("heads_in_one_optimizer-2"),
         ),
         (
             "heads-go-different-ways",
@@ -73,8 +94,8 @@ CHOSEN_LOOPS: tuple[Fault, ...] = tuple(
         (
             "gradients-that-users-average-are-refused",
             "runtime/gradients/optimizer_watch.py",
-            "len(set(map(tuple, gradients))) > 1 and (",
-            "(",
+            "if any(each != gradients[0] for each in gradients) and (",
+            "if (",
             loops("heads-2"),
         ),
         (

@@ -21,13 +21,14 @@ from rannc_backend.errors import ReplicasDifferError, StaleParameterError
 from rannc_backend.kernels.plain_memory import has_plain_memory, plain_memory
 from rannc_backend.runtime.agreement import agree, exchanging
 from rannc_backend.runtime.parameters import ParameterTable
+from rannc_backend.runtime.step_counts import apart
 from rannc_backend.runtime.world import Ranks, Work
 
 # Below it a message of its own costs more than a copy.
 _MAX_PACKED_BYTES = 2**20
 _MAX_BYTES_UNDER_WAY = 64 * 2**20
 # Values are compared in the first steps, when a loop shows what it does, and now and then.
-_FIRST_COMPARED, _COMPARED_EVERY = 4, 64
+FIRST_COMPARED, COMPARED_EVERY = 4, 64
 _MAX_COMPARED, _MAX_COMPARED_OF_EACH = 4096, 256
 
 
@@ -114,10 +115,10 @@ def outside_changes(table: ParameterTable, number: int) -> list[float] | None:
     Changes by way of ``.data`` have no version: some values are looked at. Where all owners update, values alone tell.
     """
     # To look at all that replicas share, a host that runs ahead waits for its device.
-    num_first = _FIRST_COMPARED if table.updates or not table.world.runs_behind else 0
-    compares = number <= num_first or number % _COMPARED_EVERY == 0
+    num_first = FIRST_COMPARED if table.updates or not table.world.runs_behind else 0
+    compares = number <= num_first or number % COMPARED_EVERY == 0
     if not table.updates:
-        return _looked_at([table.tensors[name] for name in _shared_here(table)]) if compares else None
+        return looked_at([table.tensors[name] for name in _shared_here(table)]) if compares else None
     # In the order of the division, which is the same on all owners.
     mine = _divided_here(table, table.updates)
     found: list[float] = [zlib.crc32(" ".join(_changed(table)).encode())]
@@ -145,23 +146,13 @@ def _check_replicas(
     table: ParameterTable, stage_ranks: Sequence[Ranks], found_by_rank: Sequence[list[float] | None]
 ) -> None:
     """Raises ReplicasDifferError where replicas of a stage hold values that differ by more than rounding."""
-    apart = {ranks: _apart([found_by_rank[rank] or [] for rank in ranks]) for ranks in stage_ranks}
-    if not any(apart.values()):
+    differ = {ranks: apart([found_by_rank[rank] or [] for rank in ranks]) for ranks in stage_ranks}
+    if not any(differ.values()):
         return
     shared = _shared_here(table)
-    own = [shared[place] for ranks, places in apart.items() if table.world.rank in ranks for place in places]
+    own = [shared[place] for ranks, places in differ.items() if table.world.rank in ranks for place in places]
     names = agree(table.world, "parameters of which replicas have different values", own)
     raise ReplicasDifferError(sorted(set().union(*names)))
-
-
-def _apart(replicas: Sequence[Sequence[float]]) -> list[int]:
-    """Which parameters differ, of those that `_looked_at` has looked at on each replica."""
-    first, *others = replicas
-    return [
-        place // 2
-        for place in range(0, len(first), 2)
-        if any(abs(other[place] - first[place]) > max(other[place + 1], first[place + 1]) for other in others)
-    ]
 
 
 def _divided_here(table: ParameterTable, names: Iterable[str]) -> list[str]:
@@ -192,7 +183,7 @@ def _sample(tensor: torch.Tensor) -> int:
     return zlib.crc32(_some(tensor, _MAX_COMPARED).cpu().view(torch.uint8).numpy().data)
 
 
-def _looked_at(tensors: Sequence[torch.Tensor]) -> list[float] | None:
+def looked_at(tensors: Sequence[torch.Tensor]) -> list[float] | None:
     """For each a weighted sum of some elements, and by how much those of replicas may differ: kinds of devices round
     differently. Waits for the device once. None where there are no tensors.
     """

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rannc_backend.errors import (
@@ -27,10 +28,15 @@ from rannc_backend.errors import (
 )
 from rannc_backend.log.logger import say_once
 from rannc_backend.runtime.agreement import agree, digest
-from rannc_backend.runtime.gradients.new_values import send_new_values
+from rannc_backend.runtime.gradients.new_values import (
+    COMPARED_EVERY,
+    FIRST_COMPARED,
+    looked_at,
+    send_new_values,
+)
 from rannc_backend.runtime.gradients.optimizer_probe import couples_parameters, optimizers_of, parameters_of
 from rannc_backend.runtime.parameters import ParameterTable
-from rannc_backend.runtime.step_counts import Keys, StepCounts, name_of
+from rannc_backend.runtime.step_counts import Keys, OutsideValues, StepCounts, name_of
 from rannc_backend.runtime.torch_internals import be_first_after_step, optimizers_in_step, replace_zero_grad
 from rannc_backend.runtime.world import OwnRows, Ranks, World
 from rannc_backend.settings import hooks
@@ -54,6 +60,18 @@ class _Known:
     is_tried: bool = False
 
 
+@dataclass(slots=True)
+class _Outside:
+    """Values of an optimizer's parameters outside of compiled models; ``is_due``: they are to be looked at again."""
+
+    key: str  # which of the optimizers of such parameters, in the order of their first steps
+    names: tuple[str, ...]
+    before: tuple[float, ...]
+    now: tuple[float, ...]
+    num_steps: int = 0
+    is_due: bool = False
+
+
 class OptimizerWatch:
     """See the module docstring.
 
@@ -75,6 +93,10 @@ class OptimizerWatch:
         self._is_synchronized = is_synchronized
         self._checks = checks
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
+        self._outside: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Outside] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._num_alike: dict[str, int] = {}
         self._is_trying = False
         self._sending: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
         self._tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -82,6 +104,7 @@ class OptimizerWatch:
     def install(self) -> Callable[[], None]:
         """From now on, until what this gives is called."""
         self._world.counts.owners_of = self._owners_of
+        self._world.counts.outside_values = self._outside_values
         self._world.counts.updaters_of = partial(self._owners_of, updaters=True)
         return hooks.together(
             hooks.register("optimizer steps", register_optimizer_step_pre_hook, self._before_step),
@@ -95,12 +118,14 @@ class OptimizerWatch:
         for known in self._known.values():
             known.is_tried = False
         for optimizer in optimizers_in_step():
+            self._note_outside(optimizer, self._of(optimizer))
             if any(each is table for each in self._of(optimizer).tables):
                 self._before_step(optimizer, (), {})
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         known = self._of(optimizer)
-        self._compare_own_rows(optimizer)
+        self._compare_own_rows(optimizer, known)
+        self._note_outside(optimizer, known)
         if not known.keys:
             return
         assert not self._is_trying, "a copy of an optimizer steps the optimizer itself"
@@ -109,9 +134,6 @@ class OptimizerWatch:
         name = type(optimizer).__name__
         if any(cls.__name__ in _SHARDING for cls in type(optimizer).__mro__):
             raise ShardingOptimizerError(name)
-        loose = [place for place, p in known.outside if p.grad is not None and not self._is_synchronized(p)]
-        if loose:
-            raise UnsynchronizedGradientError(name, loose)
         self._try(optimizer, known)
         self._take_plain_gradients(known)
         if any(table.updates for table in known.tables):
@@ -121,30 +143,33 @@ class OptimizerWatch:
         counts.num_updates += 1
         counts.settings = settings_of(optimizer)
 
-    def _compare_own_rows(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an update by gradients of each rank's rows, unless the user has brought them together. Collective where
-        there are some.
+    def _compare_own_rows(self, optimizer: torch.optim.Optimizer, known: _Known) -> None:
+        """Refuse an update by gradients of each rank's rows, unless the user has brought them together: of what is noted, and
+        of all that is beside parameters of a compiled model. Collective where there is some.
         """
         marked = self._world.of_own_rows
-        loose = [
-            p
-            for p in (parameters_of(optimizer) if marked else ())
-            if p in marked and p.grad is not None and not self._is_synchronized(p)
-        ]
+        beside = OwnRows("beside a compiled model", is_certain=True) if known.keys else None
+        loose = {
+            text: (p, mark)
+            for text, p in known.outside
+            if (mark := marked.get(p, beside)) is not None and not self._is_synchronized(p)
+        }
         if not loose:
             return
-        name, own = type(optimizer).__name__, []
-        for parameter in loose:
-            assert parameter.grad is not None
-            own.append([digest(each.detach().to_dense()) for each in (parameter, parameter.grad)])
+        name, own = type(optimizer).__name__, {}
+        for text, (p, _) in loose.items():
+            own[text] = [None if each is None else digest(each.detach().to_dense()) for each in (p, p.grad)]
         answers = agree(self._world, f"a step of {name} outside of compiled models", own)
         apart = []
-        for parameter, *found in zip(loose, *answers, strict=True):
-            values, gradients = zip(*found, strict=True)
-            mark: OwnRows = marked[parameter]
-            if len(set(map(tuple, gradients))) > 1 and (mark.is_certain or len(set(map(tuple, values))) == 1):
-                apart.append((mark, f"[{', '.join(map(str, parameter.shape))}] {mark.where}"))
-        if any(mark.is_certain for mark, _ in apart):
+        for text in dict.fromkeys(text for answer in answers for text in answer):
+            values, gradients = zip(*(answer.get(text, [None, None]) for answer in answers), strict=True)
+            is_certain = text not in loose or loose[text][1].is_certain
+            if any(each != gradients[0] for each in gradients) and (
+                is_certain or all(each == values[0] for each in values)
+            ):
+                where = loose[text][1].where if text in loose else "on another rank"
+                apart.append((is_certain, f"{text}, {where}"))
+        if any(is_certain for is_certain, _ in apart):
             raise UnsynchronizedGradientError(name, [text for _, text in apart])
         if apart:
             say_once(
@@ -155,6 +180,36 @@ class OptimizerWatch:
                 "; ".join(text for _, text in apart),
                 level=logging.WARNING,
             )
+
+    def _note_outside(self, optimizer: torch.optim.Optimizer, known: _Known) -> None:
+        """Remember values of parameters outside of compiled models before the first step, and when to look again."""
+        parameters = [
+            (text, p) for text, p in known.outside if type(p) in (torch.Tensor, nn.Parameter) and p.numel()
+        ]
+        noted = self._outside.get(optimizer)
+        if noted is None or len(noted.names) != len(parameters):
+            if not parameters:
+                return
+            before = looked_at([parameter for _, parameter in parameters]) or []
+            names = tuple(text for text, _ in parameters)
+            kind = f"{type(optimizer).__name__} of {names}"
+            self._num_alike[kind] = number = self._num_alike.get(kind, 0) + 1
+            noted = self._outside[optimizer] = _Outside(
+                f"{kind} {number}", names, tuple(before), tuple(before)
+            )
+        noted.num_steps += 1
+        noted.is_due = noted.num_steps <= FIRST_COMPARED or noted.num_steps % COMPARED_EVERY == 0
+
+    def _outside_values(self) -> dict[str, OutsideValues]:
+        found: dict[str, OutsideValues] = {}
+        for optimizer, noted in list(self._outside.items()):
+            parameters = dict(self._of(optimizer).outside)
+            if noted.is_due and all(name in parameters for name in noted.names):
+                noted.now = tuple(looked_at([parameters[name] for name in noted.names]) or [])
+                noted.is_due = False
+            name = type(optimizer).__name__
+            found[noted.key] = OutsideValues(name, noted.names, noted.before, noted.now)
+        return found
 
     def _leave_to_others(self, optimizer: torch.optim.Optimizer, known: _Known) -> None:
         """What autograd itself has added to gradients (a penalty beside the loss) is updated where the sum is."""

@@ -27,6 +27,7 @@ from tests.changing_models import (
     batch,
 )
 from tests.default_dtype import float64
+from tests.masked_models import WRITTEN, WRITTEN_IN_BOTH, Masked
 
 CAPTURES = ("dynamo", "nonstrict", "as written")
 
@@ -57,6 +58,27 @@ def _check(model: nn.Module, **options: object) -> None:
 def test_models_as_people_write_them(name: str) -> None:
     with float64():
         _check(MODELS[name]())
+
+
+@pytest.mark.parametrize("capture", ["dynamo", "nonstrict"])
+@pytest.mark.parametrize("way", WRITTEN)
+def test_what_is_written_into_a_detached_tensor_has_its_gradient_there(way: str, capture: str) -> None:
+    with float64():
+        _check(Masked(WRITTEN[way]), capture=capture)
+
+
+@pytest.mark.parametrize("capture", ["dynamo", "nonstrict"])
+@pytest.mark.parametrize("way", WRITTEN_IN_BOTH)
+def test_what_differs_in_two_places_is_not_silently_one(way: str, capture: str) -> None:
+    with float64():
+        model = Masked(WRITTEN_IN_BOTH[way])
+        if capture == "nonstrict":
+            _check(model, capture=capture)
+            return
+        options = {"stage_compiler": "eager", "capture": capture}
+        with pytest.raises(UnsupportedModelError, match="gradient") as found:
+            torch.compile(model, backend="rannc", options=options)(batch(6))
+        assert "masked_models.py" in found.value.location
 
 
 @pytest.mark.parametrize("capture", ["dynamo", "nonstrict"])

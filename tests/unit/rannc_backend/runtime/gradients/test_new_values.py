@@ -13,7 +13,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _look(*tensors: torch.Tensor) -> list[float]:
-    found = new_values._looked_at(tensors)
+    found = new_values.looked_at(tensors)
     assert found is not None
     return found
 
@@ -34,15 +34,13 @@ def test_replicas_are_apart_by_more_than_rounding(dtype: torch.dtype, change: Ch
     torch.manual_seed(0)
     first, second = torch.randn(3, 700).to(dtype), torch.ones(5)
     others = [_look(first, second), _look(change(first), second)]
-    assert new_values._apart([_look(first, second), *others]) == ([0] if is_apart else [])
-    assert new_values._apart([_look(second, first), _look(second, change(first))]) == (
-        [1] if is_apart else []
-    )
+    assert new_values.apart([_look(first, second), *others]) == ([0] if is_apart else [])
+    assert new_values.apart([_look(second, first), _look(second, change(first))]) == ([1] if is_apart else [])
 
 
 def test_numbers_without_fractions_and_none_at_all() -> None:
     whole = torch.arange(9)
-    assert new_values._apart([_look(whole), _look(whole.clone())]) == []
-    assert new_values._apart([_look(whole), _look(whole + 1)]) == [0]
-    assert new_values._apart([_look(torch.ones(0)), _look(torch.ones(0))]) == []
-    assert new_values._looked_at([]) is None and new_values._apart([[], []]) == []
+    assert new_values.apart([_look(whole), _look(whole.clone())]) == []
+    assert new_values.apart([_look(whole), _look(whole + 1)]) == [0]
+    assert new_values.apart([_look(torch.ones(0)), _look(torch.ones(0))]) == []
+    assert new_values.looked_at([]) is None and new_values.apart([[], []]) == []
