@@ -177,6 +177,30 @@ class Counted(Ends):
         return y / max(1, self.part.steps) if self.reads else y
 
 
+class _Masking(nn.Module):
+    """Gives a mask and numbers beside values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.inner(x)
+        if float(y.detach().abs().max()) > 0.1:
+            y = y * 2
+        return y, y > 0, y.argmax(-1)
+
+
+class Masking(Ends):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = _Masking()
+
+    def middle(self, x: Tensor) -> Tensor:
+        y, mask, places = self.part(x)
+        return y * mask + y.gather(-1, places[..., None])
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "experts that are hit": (lambda: Mixture(HitExperts), "HitExperts"),
     "experts that are skipped": (lambda: Mixture(SkippedExperts), "SkippedExperts"),
@@ -184,6 +208,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "fixpoint": (Searching, "_Fixpoint"),
     "buffers": (Normalized, "_Normalizing"),
     "attributes": (Counted, "_Counted"),
+    "masks": (Masking, "_Masking"),
     "values in the model's own forward": (OwnValues, "OwnValues"),
 }
 

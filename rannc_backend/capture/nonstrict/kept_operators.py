@@ -284,7 +284,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _largest(value: torch.Tensor) -> float:
     value = value.detach()
-    finite = value[value.isfinite()] if value.is_floating_point() else value
+    finite = value[value.isfinite()] if value.is_floating_point() else value * 1  # masks have no abs
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
