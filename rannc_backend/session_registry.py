@@ -74,6 +74,7 @@ class SessionRegistry:
     synchronized: WeakTensorKeyDictionary = field(
         default_factory=WeakTensorKeyDictionary
     )  # see synchronized_modules.py
+    num_synchronized: int = 0
     averaged: WeakTensorKeyDictionary = field(
         default_factory=WeakTensorKeyDictionary
     )  # parameters of modules in DistributedDataParallel

@@ -28,9 +28,10 @@ def synchronize(module: nn.Module, *, reduce: Literal["mean", "sum"] = "mean") -
     """Averages gradients of a module outside of any compiled model over all ranks. Collective.
 
     All ranks take rank 0's parameters and buffers now. At the end of every backward that reaches one of its
-    parameters, on any rank, its gradients are averaged (or summed) over ranks. All ranks must run the same
-    backwards. Buffers that the module changes, such as those of BatchNorm, differ between ranks afterwards,
-    as with DDP's ``broadcast_buffers=False``.
+    parameters, its gradients are averaged (or summed) over ranks. All ranks must run the same backwards, and reach the
+    same of the modules that are synchronized; of one module (an ``nn.ModuleList``) they may reach different parts.
+    Buffers that the module changes, such as those of BatchNorm, differ between ranks afterwards, as with DDP's
+    ``broadcast_buffers=False``.
 
     Args:
         module: A module with parameters on the device of this rank.
@@ -68,7 +69,9 @@ def synchronize(module: nn.Module, *, reduce: Literal["mean", "sum"] = "mean") -
             value = tensor.detach().to(world.device).contiguous()
             world.transport.broadcast(value, 0, everyone).wait()
             tensor.copy_(value)
-    group = _Synchronized(world, [weakref.ref(parameter) for parameter in parameters], reduce)
+    REGISTRY.num_synchronized += 1
+    references = [weakref.ref(parameter) for parameter in parameters]
+    group = _Synchronized(world, references, reduce, REGISTRY.num_synchronized)
     for parameter in parameters:
         hooks.register("synchronized parameters", parameter.register_hook, GradientNote(group.note))
         REGISTRY.synchronized[parameter] = group
@@ -76,9 +79,12 @@ def synchronize(module: nn.Module, *, reduce: Literal["mean", "sum"] = "mean") -
 
 
 class _Synchronized:
-    """The parameters of one module."""
+    """The parameters of one module, the ``number``-th that is synchronized."""
 
-    def __init__(self, world: World, parameters: list[weakref.ref[torch.Tensor]], reduce: str) -> None:
+    def __init__(
+        self, world: World, parameters: list[weakref.ref[torch.Tensor]], reduce: str, number: int
+    ) -> None:
+        self.number = number
         self._world = world
         self._parameters = parameters
         self.is_mean = reduce == "mean"
@@ -98,9 +104,17 @@ class _Synchronized:
             parameters = [parameter for ref in self._parameters if (parameter := ref()) is not None]
             given = agree(
                 world,
-                "gradients of a synchronized module",
-                [int(parameter.grad is not None) for parameter in parameters],
+                f"gradients of synchronized module {self.number}",
+                [
+                    0 if parameter.grad is None else 2 if parameter.grad.is_sparse else 1
+                    for parameter in parameters
+                ],
             )
+            if any(flag > 1 for flags in given for flag in flags):
+                raise UserInputError(
+                    "a parameter of a synchronized module has a sparse gradient",
+                    cure="make its embedding without sparse=True, or put it into the compiled model.",
+                )
             wanted = [p for p, flags in zip(parameters, zip(*given, strict=True), strict=True) if any(flags)]
             with exchanging(world):
                 for dtype in dict.fromkeys(parameter.dtype for parameter in wanted):

@@ -337,6 +337,29 @@ def heads_apart(context: Context) -> None:
     scene.calls[0](scene.rows(3))
 
 
+def synchronized_apart(context: Context) -> None:
+    """Ranks that reach different modules, each synchronized by itself, are told so, and their gradients are not mixed; within
+    one module they may. Sparse gradients are refused.
+    """
+    scene, heads = _Scene(context, own=True), nn.ModuleList([_Head(5), _Head(5)]).to(context.dtype)
+    for head in heads:
+        rannc_backend.synchronize(head)
+    own = heads[min(context.rank, 1)]
+    loss = own(scene.calls[0](scene.rows(0)))
+    context.findings.raises("two modules", ("CallsDifferError",), loss.backward)
+    together = nn.ModuleList([_Head(5), _Head(5)]).to(context.dtype)
+    rannc_backend.synchronize(together)
+    together[min(context.rank, 1)](scene.calls[0](scene.rows(0))).backward()
+    found = [parameter.grad is not None for parameter in together.parameters()]
+    context.findings.that(all(found), f"gradients of one module: {found}")
+    table = nn.Embedding(5, WIDTH, sparse=True).to(context.dtype)
+    rannc_backend.synchronize(table)
+    rows = scene.calls[0](scene.rows(0))
+    product = (rows * table(torch.zeros(len(rows), dtype=torch.int64))).sum()
+    error = context.findings.raises("a sparse gradient", ("UserInputError",), product.backward)
+    context.findings.that("sparse=True" in str(error), f"another error: {error}")
+
+
 def _optimizer_of(way: Callable[..., None], head: nn.Module) -> torch.optim.Optimizer:
     if way is _in_closure:
         return torch.optim.LBFGS(head.parameters(), lr=0.1, max_iter=2)

@@ -83,6 +83,7 @@ CASES = (
     _case("scaled_losses", "2"),
     _case("heads_apart", "1,1", limit_seconds=200.0),
     _case("heads_in_one_optimizer", "2", limit_seconds=200.0),
+    _case("synchronized_apart", "1,1"),
     _case("chained", "1,1", limit_seconds=200.0),
     _case("chained", "2", limit_seconds=200.0),
     _case("chained", "1,2,1", limit_seconds=200.0),

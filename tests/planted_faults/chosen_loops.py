@@ -78,6 +78,13 @@ CHOSEN_LOOPS: tuple[Fault, ...] = tuple(
             loops("heads_in_one_optimizer-2"),
         ),
         (
+            "gradients-of-two-modules-are-mixed",
+            "api/synchronized_modules.py",
+            'f"gradients of synchronized module {self.number}"',
+            '"gradients of a synchronized module"',
+            loops("synchronized_apart-1,1"),
+        ),
+        (
             "heads-go-different-ways",
             "runtime/step/autograd.py",
             "        note(tensors)\n",
