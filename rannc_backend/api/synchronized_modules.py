@@ -70,7 +70,7 @@ def synchronize(module: nn.Module, *, reduce: Literal["mean", "sum"] = "mean") -
             world.transport.broadcast(value, 0, everyone).wait()
             tensor.copy_(value)
     REGISTRY.num_synchronized += 1
-    references = [weakref.ref(parameter) for parameter in parameters]
+    references: list[weakref.ref[torch.Tensor]] = [weakref.ref(parameter) for parameter in parameters]
     group = _Synchronized(world, references, reduce, REGISTRY.num_synchronized)
     for parameter in parameters:
         hooks.register("synchronized parameters", parameter.register_hook, GradientNote(group.note))
