@@ -130,6 +130,13 @@ CHOSEN_CHANGING: tuple[Fault, ...] = tuple(
             unit("capture/written_out"),
         ),
         (
+            "longer-lists-are-put-back-item-by-item",
+            "capture/nonstrict/guards.py",
+            "if isinstance(self.holder, list) and len(current) != len(self.known):",
+            "if isinstance(self.holder, list) and not current:",
+            unit("capture/nonstrict/captures"),
+        ),
+        (
             "what-is-written-into-detached-tensors-has-no-gradient",
             "capture/written_out.py",
             "return is_detached and torch.is_grad_enabled() and any(",

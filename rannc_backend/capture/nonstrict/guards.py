@@ -41,6 +41,7 @@ _OPAQUE = (
     logging.Logger,  # what it has said before
 )
 _MISSING = object()
+_ALL = object()  # the key of all items of a list that has become longer or shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ class Change:
         """Put back what was there."""
         if isinstance(self.holder, CellType):
             self.holder.cell_contents = self.before
+        elif self.key is _ALL:
+            self.holder[:] = self.before
         elif self.before is _MISSING:
             self.holder.pop(self.key, None)
         else:
@@ -87,6 +90,10 @@ class _Container:
 
     def changes(self) -> Iterator[Change]:
         current = self.items()
+        if isinstance(self.holder, list) and len(current) != len(self.known):
+            before, now = ([*items.values()] for items in (self.known, current))
+            yield Change(self.place, self.holder, _ALL, before, now, self.is_of_torch)
+            return
         for key in [*self.known, *(key for key in current if key not in self.known)]:
             before, after = self.known.get(key, _MISSING), current.get(key, _MISSING)
             if not _same(before, after):
