@@ -419,3 +419,7 @@ def heads_in_one_optimizer(context: Context) -> None:
     torch.stack(losses).sum().backward()
     step = torch.optim.SGD([*scene.nets[0].parameters(), *more.parameters()], lr=0.5).step
     context.findings.raises("more heads on one rank", ("UnsynchronizedGradientError",), step)
+    scene, head = _Scene(context, own=True), _Head(5).to(context.dtype)
+    head(scene.calls[0](scene.rows(0)).detach()).backward()
+    step = torch.optim.SGD([*scene.nets[0].parameters(), *head.parameters()], lr=0.5).step
+    context.findings.raises("a head on detached rows", ("UnsynchronizedGradientError",), step)

@@ -46,8 +46,8 @@ def _scaled_gradients() -> None:
 
     publish = GradientBuckets.publish
 
-    def patched(self: Any, pending: Any, scale: float, *, keep: bool) -> None:
-        publish(self, pending, scale * SCALE, keep=keep)
+    def patched(self: Any, pending: Any, scale: Any, **options: Any) -> None:
+        publish(self, pending, scale * SCALE, **options)
 
     GradientBuckets.publish = patched  # type: ignore[method-assign]
 
