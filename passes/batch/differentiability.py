@@ -37,13 +37,6 @@ SHAPE_ONLY = (
 )
 
 
-def values_needing_grad(
-    graph_module: fx.GraphModule, requires_grad_inputs: Collection[str]
-) -> frozenset[str]:
-    """Names of the nodes of `outputs_by_value`."""
-    return frozenset(outputs_by_value(graph_module, requires_grad_inputs))
-
-
 def outputs_by_value(
     graph_module: fx.GraphModule, requires_grad_inputs: Collection[str]
 ) -> dict[str, frozenset[str]]:

@@ -257,7 +257,7 @@ class DetachedWrites(TorchFunctionMode):
             if any(map(self._is_written_apart, written)) or self._gives_gradient(written, (args[1:], kwargs)):
                 return self._write_apart(func, args, kwargs)
             if not any(needs_gradient(tensor) for tensor in written):
-                if not torch.is_grad_enabled() or all(id(tensor) in self._detached for tensor in written):
+                if not torch.is_grad_enabled():
                     args, kwargs = pytree.tree_map_only(Tensor, _detached, (args, kwargs))
                 for tensor in written:
                     if _memory(tensor) in self._trained:

@@ -14,6 +14,7 @@ than it has, or its own parameters, for which others have counted more.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +41,7 @@ class OptimizerCounts:
         return {model_of(key) for key in self.keys}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OutsideValues:
     """Of the parameters ``names`` of an optimizer that are outside of compiled models: for each a number of its values and
     by how much that may differ, before the optimizer's first step and lately.
@@ -50,6 +51,11 @@ class OutsideValues:
     names: tuple[str, ...]
     before: tuple[float, ...]
     now: tuple[float, ...]
+
+    @functools.cached_property
+    def checksum(self) -> int:
+        """Of both. Ranks compare it whenever they agree on something."""
+        return zlib.crc32(repr((self.before, self.now)).encode())
 
 
 def key_of(model: int, name: str) -> str:
@@ -118,11 +124,12 @@ class StepCounts:
         counted = sorted(
             (code, c.num_updates, c.num_clears, c.settings) for code, c in self.optimizers.items()
         )
+        outside = sorted((key, values.checksum) for key, values in self._compared_outside().items())
         return [
             self.num_calls,
             self.num_backwards,
             zlib.crc32(repr(counted).encode()),
-            zlib.crc32(repr(sorted(self._compared_outside().items())).encode()),
+            zlib.crc32(repr(outside).encode()),
             len(self.plain_gradients),
         ]
 

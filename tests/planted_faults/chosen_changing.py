@@ -134,7 +134,7 @@ CHOSEN_CHANGING: tuple[Fault, ...] = tuple(
             "capture/nonstrict/guards.py",
             "if isinstance(self.holder, list) and len(current) != len(self.known):",
             "if isinstance(self.holder, list) and not current:",
-            unit("capture/nonstrict/captures"),
+            unit("capture/nonstrict/written_attributes"),
         ),
         (
             "what-is-written-into-detached-tensors-has-no-gradient",

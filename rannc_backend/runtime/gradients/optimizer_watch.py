@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -65,9 +65,7 @@ class _Outside:
     """Values of an optimizer's parameters outside of compiled models; ``is_due``: they are to be looked at again."""
 
     key: str  # which of the optimizers of such parameters, in the order of their first steps
-    names: tuple[str, ...]
-    before: tuple[float, ...]
-    now: tuple[float, ...]
+    values: OutsideValues
     num_steps: int = 0
     is_due: bool = False
 
@@ -187,29 +185,25 @@ class OptimizerWatch:
             (text, p) for text, p in known.outside if type(p) in (torch.Tensor, nn.Parameter) and p.numel()
         ]
         noted = self._outside.get(optimizer)
-        if noted is None or len(noted.names) != len(parameters):
+        if noted is None or len(noted.values.names) != len(parameters):
             if not parameters:
                 return
             before = looked_at([parameter for _, parameter in parameters]) or []
             names = tuple(text for text, _ in parameters)
             kind = f"{type(optimizer).__name__} of {names}"
             self._num_alike[kind] = number = self._num_alike.get(kind, 0) + 1
-            noted = self._outside[optimizer] = _Outside(
-                f"{kind} {number}", names, tuple(before), tuple(before)
-            )
+            values = OutsideValues(type(optimizer).__name__, names, tuple(before), tuple(before))
+            noted = self._outside[optimizer] = _Outside(f"{kind} {number}", values)
         noted.num_steps += 1
         noted.is_due = noted.num_steps <= FIRST_COMPARED or noted.num_steps % COMPARED_EVERY == 0
 
     def _outside_values(self) -> dict[str, OutsideValues]:
-        found: dict[str, OutsideValues] = {}
         for optimizer, noted in list(self._outside.items()):
-            parameters = dict(self._of(optimizer).outside)
-            if noted.is_due and all(name in parameters for name in noted.names):
-                noted.now = tuple(looked_at([parameters[name] for name in noted.names]) or [])
-                noted.is_due = False
-            name = type(optimizer).__name__
-            found[noted.key] = OutsideValues(name, noted.names, noted.before, noted.now)
-        return found
+            parameters = dict(self._of(optimizer).outside) if noted.is_due else {}
+            if noted.is_due and all(name in parameters for name in noted.values.names):
+                now = looked_at([parameters[name] for name in noted.values.names]) or []
+                noted.values, noted.is_due = replace(noted.values, now=tuple(now)), False
+        return {noted.key: noted.values for noted in self._outside.values()}
 
     def _leave_to_others(self, optimizer: torch.optim.Optimizer, known: _Known) -> None:
         """What autograd itself has added to gradients (a penalty beside the loss) is updated where the sum is."""

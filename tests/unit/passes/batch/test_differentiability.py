@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from rannc_backend.passes.batch.differentiability import (
     outputs_by_value,
-    values_needing_grad,
     values_reached_by_grad,
 )
 from tests.unit.passes.batch.batch_tracing import trace
@@ -29,17 +28,17 @@ def test_frozen_start_and_integer_values_need_none() -> None:
     first_weight, first_bias, second_weight, second_bias = graph.parameters
     module = graph.graph_module
     output, index, mask = module.graph.output_node().args[0]
-    everything = values_needing_grad(module, graph.parameters)
+    everything = outputs_by_value(module, graph.parameters).keys()
     assert {output.name, *graph.parameters} <= everything
     assert index.name not in everything and mask.name not in everything and graph.batch[0] not in everything
     assert everything == values_reached_by_grad(module.graph, graph.parameters)
-    late = values_needing_grad(module, [second_weight])
+    late = outputs_by_value(module, [second_weight]).keys()
     assert output.name in late and not {first_weight, first_bias, second_bias} & late
     first_products = [node.name for node in module.graph.nodes if str(node.target) == "aten.addmm.default"][
         :1
     ]
     assert not set(first_products) & late
-    assert values_needing_grad(module, []) == frozenset()
+    assert outputs_by_value(module, []) == {}
 
 
 def test_what_only_gives_its_shape_needs_none() -> None:
@@ -49,7 +48,7 @@ def test_what_only_gives_its_shape_needs_none() -> None:
             return y + self.second(y).new_zeros(y.shape)
 
     graph = trace(Shapes(), dict(x=torch.randn(5, 3)))
-    found = values_needing_grad(graph.graph_module, graph.parameters)
+    found = outputs_by_value(graph.graph_module, graph.parameters).keys()
     assert set(graph.parameters) & found == set(graph.parameters[:2])
     assert set(graph.parameters) <= values_reached_by_grad(graph.graph_module.graph, graph.parameters)
 
@@ -72,7 +71,7 @@ def test_a_value_knows_the_outputs_that_bring_its_gradient() -> None:
 def test_tuples_and_batch_norm_in_training() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     graph = trace(model, dict(input=torch.randn(5, 3)))
-    found = values_needing_grad(graph.graph_module, graph.parameters)
+    found = outputs_by_value(graph.graph_module, graph.parameters).keys()
     outputs = graph.graph_module.graph.output_node().args[0]
     assert outputs[0].name in found
     assert not {item.name for item in outputs[1:]} & found, "running statistics have no gradient"
@@ -84,6 +83,6 @@ def test_sizes_stay_symbolic() -> None:
             return x[torch.arange(x.shape[0]), x.long()[:, 0] * 0]
 
     graph = trace(Numbered(), dict(x=torch.randn(5, 3)))
-    values_needing_grad(graph.graph_module, graph.batch)
+    outputs_by_value(graph.graph_module, graph.batch)
     split_traced(graph)
     assert graph.rows_symbol not in graph.fake_mode.shape_env.replacements

@@ -14,7 +14,7 @@ from torch.export.graph_signature import InputKind
 from rannc_backend.ir.graph_input import BatchInput, BufferInput, GraphInput, ParameterInput, StateInput
 from rannc_backend.ir.plan import Plan
 from rannc_backend.passes.batch.batch_split import BatchSplit
-from rannc_backend.passes.batch.differentiability import values_needing_grad
+from rannc_backend.passes.batch.differentiability import outputs_by_value
 from rannc_backend.passes.batch.split_reductions import split_batch
 from rannc_backend.passes.canonicalize import CANONICAL
 from rannc_backend.passes.pipeline import with_facts
@@ -134,7 +134,7 @@ def split_model(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SplitMod
         buffer_updates=buffers,
         rows_symbol=symbol,
     )
-    needs_grad = values_needing_grad(split.rowwise, gradient)
+    needs_grad = frozenset(outputs_by_value(split.rowwise, gradient))
     names = {item.name: item.fqn for item in inputs if isinstance(item, StateInput)}
     return SplitModel(split=split, inputs=tuple(inputs), needs_grad=needs_grad, parameter_names=names)
 

@@ -172,30 +172,6 @@ def test_the_users_line_is_named(name: str) -> None:
     assert nonstrict.__file__ in caught.value.location
 
 
-class _Listing(Ends):
-    """Notes something in each forward, and does a thing once."""
-
-    def __init__(self, *, notes: bool) -> None:
-        super().__init__()
-        self.notes, self.seen, self.to_do = notes, [0], [1, 2]
-
-    def middle(self, x: Tensor) -> Tensor:
-        if self.notes:
-            self.seen.append(len(self.seen))
-        elif self.to_do:
-            self.to_do.pop()
-        return x.sin()
-
-
-def test_lists_that_become_longer_are_refused_and_shorter_ones_settle() -> None:
-    noting, settling = _Listing(notes=True), _Listing(notes=False)
-    with pytest.raises(ModelError, match="changes the model.seen"):
-        captured(noting, batch(4))
-    assert noting.seen == [0]
-    captured(settling, batch(4))
-    assert settling.to_do == []
-
-
 class _Switched(Ends):
     """Reads values in the ways that code does."""
 

@@ -16,7 +16,7 @@ from rannc_backend.capture.nonstrict.swapping import attributes_of
 from rannc_backend.errors import ModelError, UnsupportedModelError
 from tests.changing_models import Reporting
 from tests.default_dtype import float64
-from tests.nonstrict_models import LOCK, WIDTH, batch
+from tests.nonstrict_models import LOCK, WIDTH, Ends, batch
 
 
 def _compiled(model: nn.Module, **options: object) -> Any:
@@ -122,3 +122,27 @@ def test_code_of_torch_reads_what_its_layers_hold() -> None:
     model = nn.Sequential(nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH))
     found = [name for _, _, name in attributes_of(model, {"p", "seen"})]
     assert found == ["the model.p", "the model.seen", "0.seen", "1.p", "1.seen"]
+
+
+class _Listing(Ends):
+    """Notes something in each forward, and does a thing once."""
+
+    def __init__(self, *, notes: bool) -> None:
+        super().__init__()
+        self.notes, self.seen, self.to_do = notes, [0], [1, 2]
+
+    def middle(self, x: Tensor) -> Tensor:
+        if self.notes:
+            self.seen.append(len(self.seen))
+        elif self.to_do:
+            self.to_do.pop()
+        return x.sin()
+
+
+def test_lists_that_become_longer_are_refused_and_shorter_ones_settle() -> None:
+    noting, settling = _Listing(notes=True), _Listing(notes=False)
+    with pytest.raises(ModelError, match="changes the model.seen"):
+        capture_call(noting, call_of(noting, (batch(4),), {}))
+    assert noting.seen == [0]
+    capture_call(settling, call_of(settling, (batch(4),), {}))
+    assert settling.to_do == []
