@@ -13,10 +13,12 @@ import dataclasses
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from functools import partial
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import sympy
 import torch
@@ -93,7 +95,8 @@ class InnerWork:
 
 class OperatorCode(Protocol):
     """What an operator calls, on real tensors and on fakes. The results of `backward` are for the tensors that
-    `has_gradient` says; it is given the outputs of `forward` where it `takes_outputs`.
+    `has_gradient` says, None where no gradient came; it is given the outputs of `forward` where it `takes_outputs`.
+    Where it `runs_whole`, `grads` has None for what nobody differentiates.
     """
 
     takes_outputs: ClassVar[bool]
@@ -109,7 +112,9 @@ class OperatorCode(Protocol):
 
     def forward(self, tensors: Any, sizes: Any) -> list[torch.Tensor]: ...
 
-    def backward(self, grads: Any, tensors: Any, sizes: Any, outputs: Any) -> list[torch.Tensor]: ...
+    def backward(
+        self, grads: Any, tensors: Any, sizes: Any, outputs: Any
+    ) -> list[torch.Tensor | None] | list[torch.Tensor]: ...
 
     def fake_forward(self, tensors: Any, sizes: Any) -> list[torch.Tensor]: ...
 
@@ -172,17 +177,20 @@ class KeptFunction:
             return self.apply(*self.arguments.together(tensors, sizes))
 
 
+_Some = TypeVar("_Some", torch.Tensor, torch.Tensor | None)
 _MARK, _BACKWARD_MARK = "_rannc_operator_code", "_rannc_operator_backward_of"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def owned_memory(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def owned_memory(values: Sequence[_Some], others: Sequence[torch.Tensor | None]) -> list[_Some]:
     """The values, copied where they lie in the memory of `others` or of one another."""
-    owned = {tensor.untyped_storage()._cdata for tensor in others}
+    owned = {tensor.untyped_storage()._cdata for tensor in others if tensor is not None}
     found = []
     for value in values:
-        found.append(value.clone() if value.untyped_storage()._cdata in owned else value)
-        owned.add(found[-1].untyped_storage()._cdata)
+        if value is not None:
+            value = value.clone() if value.untyped_storage()._cdata in owned else value
+            owned.add(value.untyped_storage()._cdata)
+        found.append(value)
     return found
 
 
@@ -194,6 +202,12 @@ def operator_code(target: object) -> OperatorCode | None:
 def backward_code(target: object) -> OperatorCode | None:
     """The code of an operator whose gradient this one is."""
     return getattr(target, _BACKWARD_MARK, None)
+
+
+def runs_whole(node: fx.Node) -> bool:
+    """Whether its operator runs code as written, which may decide by values what it uses."""
+    code = operator_code(node.target)
+    return code is not None and bool(code.runs_whole)
 
 
 def inner_work(node: fx.Node) -> tuple[InnerWork, sympy.Expr, bool] | None:
@@ -310,6 +324,56 @@ def named_operator(
             return found
 
 
+class Calls(Protocol):
+    """The calls of one backward, of operators that run code as written: only these show what their code has used.
+
+    Attributes:
+        absent: results, by operator and number, that no gradient comes to.
+        reached: by operator, the numbers of the tensors that a gradient has come to, in any call.
+    """
+
+    absent: frozenset[tuple[str, int]]
+    reached: dict[str, set[int]]
+
+
+_CALLS: ContextVar[Calls | None] = ContextVar("rannc_operator_calls", default=None)
+
+
+@contextmanager
+def noting_calls(calls: Calls) -> Iterator[None]:
+    """Around a backward."""
+    token = _CALLS.set(calls)
+    try:
+        yield
+    finally:
+        _CALLS.reset(token)
+
+
+def _gradients_of(
+    code: OperatorCode,
+    name: str,
+    grads: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    sizes: Sequence[Any],
+    outputs: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Of the tensors that `has_gradient` says: zeros where code that runs whole gives none, which is noted."""
+    calls = _CALLS.get() if code.runs_whole else None
+    if calls is None:
+        found = code.backward(grads, tensors, sizes, outputs)
+    else:
+        given = [None if (name, place) in calls.absent else grad for place, grad in enumerate(grads)]
+        found = code.backward(given, tensors, sizes, outputs)
+    trained = [place for place, has in enumerate(code.has_gradient) if has]
+    if calls is not None:
+        reached = (place for place, grad in zip(trained, found, strict=True) if grad is not None)
+        calls.reached.setdefault(name, set()).update(reached)
+    return [
+        torch.zeros_like(tensors[place], memory_format=torch.contiguous_format) if grad is None else grad
+        for place, grad in zip(trained, found, strict=True)
+    ]
+
+
 def define_operator(library: torch.library.Library, name: str, code: OperatorCode) -> None:
     """The operator `name` of tensors and sizes that calls `code`, and one for its gradient."""
     operators, arguments = getattr(torch.ops, library.ns), "Tensor[] tensors, SymInt[] sizes"
@@ -317,7 +381,11 @@ def define_operator(library: torch.library.Library, name: str, code: OperatorCod
     library.define(f"{name}_backward(Tensor[] grads, {arguments}, Tensor[] outputs) -> Tensor[]")
     for one, run, fake in (
         (name, code.forward, code.fake_forward),
-        (f"{name}_backward", code.backward, code.fake_backward),
+        (
+            f"{name}_backward",
+            partial(_gradients_of, code, f"{library.ns}.{name}.default"),
+            code.fake_backward,
+        ),
     ):
         library.impl(one, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{library.ns}::{one}", fake, lib=library)

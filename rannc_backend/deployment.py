@@ -20,7 +20,7 @@ from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.capture.errors import own_errors_only
 from rannc_backend.errors import UnsupportedModelError, user_location
 from rannc_backend.ir.action import OUTPUT, GraphUse, OrderedMessage, Program
-from rannc_backend.ir.graph_input import BatchInput, ParameterInput, ReplicatedInput, StateInput, UserInput
+from rannc_backend.ir.graph_input import ParameterInput, ReplicatedInput, StateInput, UserInput
 from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.ir.updates import ranks_of_updates
@@ -33,6 +33,7 @@ from rannc_backend.passes.batch.batch_split import (
     UserUnavailable,
 )
 from rannc_backend.passes.graph_queries import output_values, placeholders
+from rannc_backend.passes.kept_functions import noting_calls
 from rannc_backend.passes.pipeline import dumping
 from rannc_backend.planner.plan_fits_graph import choose_schedule
 from rannc_backend.runtime.comm.checked import describe_values
@@ -173,6 +174,7 @@ class Deployer:
             ),
             rehearsal=Rehearsal.of(self.world, cut.edges),
             is_random=any(name == "rng_seed" for name in analysis.input_kinds),
+            noting_calls=noting_calls,
             switches=self.switches,
         )
 
@@ -205,7 +207,7 @@ class Deployer:
             compile_limit_seconds=config.compile_timeout_seconds,
             size_tests=analysis.captured.size_tests,
             lengths=analysis.captured.lengths,
-            outputs_of=analysis.outputs_by_input,
+            reach=analysis.reach,
         )
 
     def _num_micro_batches(self, analysis: GraphAnalysis) -> int:
@@ -224,8 +226,7 @@ class Deployer:
         return 1
 
     def _inputs(self, analysis: GraphAnalysis) -> tuple[UserInput, ...]:
-        inputs = analysis.captured.inputs
-        specs = tuple(spec for spec in inputs if isinstance(spec, BatchInput | ReplicatedInput))
+        specs = tuple(spec for spec in analysis.captured.inputs if isinstance(spec, UserInput))
         for spec in specs:
             if isinstance(spec, ReplicatedInput) and spec.requires_grad:
                 raise UnsupportedModelError(
@@ -322,7 +323,6 @@ class Deployer:
             host_link=self.host_link,
             table_owners={fqn: self.table.owners[fqn] for fqn in owned if fqn in tables},
             division=division,
-            outputs_of=analysis.outputs_by_parameter,
         )
 
     def _executor_factory(

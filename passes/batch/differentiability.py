@@ -9,8 +9,9 @@ at one batch size, as the answer is the same for all.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -20,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from rannc_backend.passes.batch.operator_call import operator_name
 from rannc_backend.passes.data_sizes import has_data_sizes
 from rannc_backend.passes.graph_queries import nodes_behind, placeholders
+from rannc_backend.passes.kept_functions import operator_code, runs_whole
 from rannc_backend.passes.plain_numbers import at_hint, plain_mode
 from rannc_backend.passes.tracing import symbolic_sizes
 
@@ -37,26 +39,67 @@ SHAPE_ONLY = (
 )
 
 
+class Argument(NamedTuple):
+    """A tensor that is given to an operator that runs code as written: its node's name, and the tensor's number."""
+
+    call: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSources:
+    """Where the gradients of values come from: by node (placeholders included) whose value, or an element of it,
+    requires grad and gets one. What only gives its shape to others (`new_zeros`), or is nobody's, has none.
+
+    Attributes:
+        outputs: the outputs, by name.
+        nearest: outputs, and arguments in place of those that are reached by way of them.
+    """
+
+    outputs: Mapping[str, frozenset[str]]
+    nearest: Mapping[str, frozenset[str | Argument]]
+
+
 def outputs_by_value(
     graph_module: fx.GraphModule, requires_grad_inputs: Collection[str]
-) -> dict[str, frozenset[str]]:
-    """The outputs, by name, whose gradient comes back to a value: for each node (placeholders included) whose value, or
-    an element of it, requires grad and gets one. What only gives its shape to others (`new_zeros`), or is nobody's, has
-    none.
-    """
+) -> Mapping[str, frozenset[str]]:
+    """See `GradientSources`."""
+    return gradient_sources(graph_module, requires_grad_inputs).outputs
+
+
+def gradient_sources(graph_module: fx.GraphModule, requires_grad_inputs: Collection[str]) -> GradientSources:
+    """Which outputs, by whichever way, bring their gradient to each value."""
     interpreter = _GradInterpreter(graph_module, requires_grad_inputs)
     with interpreter.mode, torch.enable_grad():
         interpreter.run(
             *(at_hint(node.meta["val"], interpreter.mode) for node in placeholders(graph_module.graph))
         )
-    names = [node.name for node in graph_module.graph.output_node().all_input_nodes]
-    reached = {name: 1 << place for place, name in enumerate(names)}  # sets of outputs, as bits
-    for node in reversed(graph_module.graph.nodes):
-        if bits := reached.get(node.name, 0):
-            for source in interpreter.sources.get(node.name, ()):
-                reached[source] = reached.get(source, 0) | bits
+    return GradientSources(
+        outputs=_brought_back(graph_module.graph, interpreter, stop=False),
+        nearest=_brought_back(graph_module.graph, interpreter, stop=True),
+    )
+
+
+def _brought_back(graph: fx.Graph, interpreter: _GradInterpreter, *, stop: bool) -> dict[str, frozenset[Any]]:
+    """What each value's gradient comes from: the outputs, or with `stop` also arguments of operators that run code as
+    written, where the way through these ends.
+    """
+    origins: list[str | Argument] = [node.name for node in graph.output_node().all_input_nodes]
+    reached = {str(name): 1 << place for place, name in enumerate(origins)}  # sets of origins, as bits
+    for node in reversed(graph.nodes):
+        if not (bits := reached.get(node.name, 0)):
+            continue
+        if stop and runs_whole(node):
+            code: Any = operator_code(node.target)
+            for number, tensor in enumerate(node.args[0]):
+                if code.has_gradient[number]:
+                    reached[tensor.name] = reached.get(tensor.name, 0) | 1 << len(origins)
+                    origins.append(Argument(node.name, number))
+            continue
+        for source in interpreter.sources.get(node.name, ()):
+            reached[source] = reached.get(source, 0) | bits
     by_bits = {
-        bits: frozenset(name for place, name in enumerate(names) if bits >> place & 1)
+        bits: frozenset(origin for place, origin in enumerate(origins) if bits >> place & 1)
         for bits in set(reached.values())
     }
     return {name: by_bits[bits] for name, bits in reached.items() if name in interpreter.found}

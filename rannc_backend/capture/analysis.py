@@ -21,14 +21,16 @@ from rannc_backend.capture.graph import CapturedGraph
 from rannc_backend.errors import BatchMixedError, ModelError, UnsupportedModelError, user_location
 from rannc_backend.ir.exchange import Value
 from rannc_backend.ir.graph_input import BatchInput, LengthInput, ParameterInput, ReplicatedInput, UserInput
+from rannc_backend.ir.reach import Reach, Sources, WrittenCall
 from rannc_backend.kernels.kept_rows import KEEP_ROWS
 from rannc_backend.passes.batch.batch_axis import Rows, is_statistic
-from rannc_backend.passes.batch.differentiability import outputs_by_value
+from rannc_backend.passes.batch.differentiability import Argument, gradient_sources, outputs_by_value
 from rannc_backend.passes.batch.layouts import KeyCounts
 from rannc_backend.passes.batch.split_reductions import BatchSplit, UserRows, UserScalar, split_batch
 from rannc_backend.passes.data_sizes import bound_data_sizes
 from rannc_backend.passes.fixed_sizes import at_numbers
 from rannc_backend.passes.graph_queries import output_values, placeholders, size_expression
+from rannc_backend.passes.kept_functions import runs_whole
 from rannc_backend.passes.pipeline import PassError
 from rannc_backend.passes.size_nodes import Size, plain_at
 
@@ -40,6 +42,7 @@ class GraphAnalysis:
     """A captured graph, split at its reductions over the batch.
 
     user_outputs_of: for each value that needs a gradient, the places of the user's outputs that it may come from.
+    reach: the same of parameters (by dotted name) and inputs, and of what goes through modules that run as written.
     """
 
     captured: CapturedGraph
@@ -47,6 +50,7 @@ class GraphAnalysis:
     needs_grad: frozenset[str]
     input_kinds: dict[str, str]
     user_outputs_of: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    reach: Reach = field(default_factory=Reach)
 
     @property
     def trained_parameters(self) -> Mapping[str, str]:
@@ -62,17 +66,6 @@ class GraphAnalysis:
         in one process.
         """
         return {name: fqn for name, fqn in self.trained_parameters.items() if name in self.needs_grad}
-
-    @property
-    def outputs_by_parameter(self) -> Mapping[str, frozenset[int]]:
-        """`user_outputs_of` each of `parameters_with_gradient`, by dotted name."""
-        return {fqn: self.user_outputs_of[name] for name, fqn in self.parameters_with_gradient.items()}
-
-    @property
-    def outputs_by_input(self) -> Mapping[str, frozenset[int]]:
-        """`user_outputs_of` each of the user's inputs that wants a gradient."""
-        inputs = (spec for spec in self.captured.inputs if isinstance(spec, UserInput) and spec.requires_grad)
-        return {spec.name: self.user_outputs_of.get(spec.name, frozenset()) for spec in inputs}
 
     @property
     def has_narrow_range(self) -> bool:
@@ -147,6 +140,7 @@ class GraphAnalysis:
             split=replace(split, rowwise=rowwise, layouts=layouts),
             needs_grad=self.needs_grad,
             user_outputs_of=self.user_outputs_of,
+            reach=self.reach,
             input_kinds={name: kind for name, kind in self.input_kinds.items() if kind != "length"},
         )
 
@@ -216,19 +210,48 @@ def _analyzed(
     assert shape_env is not None, "captures have symbols"
     if fixed := [length.name for length in captured.lengths if length.symbol in shape_env.replacements]:
         raise UnsupportedModelError(f"the analysis has taken {fixed[0]} for a number")
-    sources = _user_outputs_of(split, trained)
+    sources, nearest = _user_outputs_of(split, trained)
     return GraphAnalysis(
         captured=captured,
         split=split,
         needs_grad=frozenset(sources),
         input_kinds=_input_kinds(captured, split),
         user_outputs_of=sources,
+        reach=_reach(captured, split, nearest),
     )
 
 
-def _user_outputs_of(split: BatchSplit, trained: Collection[str]) -> dict[str, frozenset[int]]:
-    """See `GraphAnalysis`. A gradient comes to rows from the user, and to sums by way of the scalar part."""
-    in_rows = outputs_by_value(split.rowwise, trained)
+def _reach(captured: CapturedGraph, split: BatchSplit, nearest: Mapping[str, Sources]) -> Reach:
+    trained = [spec for spec in captured.inputs if spec.requires_grad]
+    calls = [
+        WrittenCall(
+            node.name,
+            str(node.target),
+            {int(user.args[1]): nearest[user.name] for user in node.users if user.name in nearest},
+        )
+        for node in reversed(split.rowwise.graph.nodes)
+        if runs_whole(node)
+    ]
+    return Reach(
+        parameters={
+            spec.fqn: nearest[spec.name]
+            for spec in trained
+            if isinstance(spec, ParameterInput) and spec.name in nearest
+        },
+        inputs={
+            spec.name: nearest.get(spec.name, Sources()) for spec in trained if isinstance(spec, UserInput)
+        },
+        calls=tuple(calls),
+    )
+
+
+def _user_outputs_of(
+    split: BatchSplit, trained: Collection[str]
+) -> tuple[dict[str, frozenset[int]], dict[str, Sources]]:
+    """Of each value; and what brings its gradient first. A gradient comes to rows from the user, and to sums by way of the
+    scalar part.
+    """
+    in_rows = gradient_sources(split.rowwise, trained)
     places: dict[str, set[int]] = defaultdict(set)  # of the user's outputs, by output of the row-wise part
     of_scalars: dict[str, set[int]] = defaultdict(set)  # the same, by output of the scalar part
     scalars = [] if split.epilogue is None else output_values(split.epilogue.graph)
@@ -239,11 +262,16 @@ def _user_outputs_of(split: BatchSplit, trained: Collection[str]) -> dict[str, f
             of_scalars[scalars[output.index].name].add(place)
     if split.epilogue is not None:
         sums = {node.name: str(node.target) for node in placeholders(split.epilogue.graph)}
-        inputs = [name for name, made in sums.items() if made in in_rows]
+        inputs = [name for name, made in sums.items() if made in in_rows.outputs]
         for name, outputs in outputs_by_value(split.epilogue, inputs).items():
             places[sums.get(name, "")].update(*(of_scalars[output] for output in outputs))
     union = functools.cache(lambda names: frozenset[int]().union(*(places[name] for name in names)))
-    return {value: found for value, names in in_rows.items() if (found := union(names))}
+    found = {value: reached for value, names in in_rows.outputs.items() if (reached := union(names))}
+    nearest = {}
+    for value in found:
+        arguments = frozenset(item for item in in_rows.nearest[value] if isinstance(item, Argument))
+        nearest[value] = Sources(union(in_rows.nearest[value] - arguments), arguments)
+    return found, nearest
 
 
 class SumsError(PassError):

@@ -147,13 +147,18 @@ AREAS = (
         name="optimizer steps",
         files={"runtime/gradients/optimizer_watch.py": 3, "runtime/step_counts.py": 4},
         tests=(
-            *unit("runtime/agreement"),
+            *unit("runtime/agreement", "runtime/gradients/optimizer_watch"),
             "tests/distributed/test_loops.py::test_a_loop_equals_one_process[heads_apart-1,1]",
             "tests/distributed/test_loops.py::test_a_loop_equals_one_process[heads_in_one_optimizer-2]",
             "tests/distributed/test_loops.py::test_a_loop_equals_one_process[heads-2]",
             "tests/distributed/test_optimizers.py",
             "tests/distributed/test_zero.py",
         ),
+    ),
+    Area(
+        name="where gradients come",
+        files={"ir/reach.py": 4},
+        tests=unit("ir/reach"),
     ),
     Area(name="parts of data", files={"api/data_slices.py": 5}, tests=unit("api/data_slices")),
     Area(

@@ -98,15 +98,15 @@ CHOSEN: tuple[Fault, ...] = (
             ),
             (
                 "rerun-advances-buffers",
-                _GRAPH,
+                "runtime/step/step_state.py",
                 "apply_buffer_updates=False,",
                 "apply_buffer_updates=True,",
                 noticed("rerun"),
             ),
             (
                 "rerun-reads-new-buffers",
-                _GRAPH,
-                "buffers_read=state.buffers_read,",
+                "runtime/step/step_state.py",
+                "buffers_read=self.buffers_read,",
                 "",
                 noticed("rerun_reads_buffers"),
             ),
@@ -120,8 +120,8 @@ CHOSEN: tuple[Fault, ...] = (
             (
                 "seed-scale-not-applied",
                 _GRAPH,
-                "self.buckets.publish(state.pending, scale, keep=keep, outputs=step.outputs)",
-                "self.buckets.publish(state.pending, 1.0, keep=keep, outputs=step.outputs)",
+                "self.buckets.publish(state.pending, scale, keep=keep, without=without.parameters)",
+                "self.buckets.publish(state.pending, 1.0, keep=keep, without=without.parameters)",
                 point("incoming_gradient"),
             ),
             (

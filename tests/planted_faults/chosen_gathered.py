@@ -114,8 +114,8 @@ CHOSEN_GATHERED: tuple[Fault, ...] = tuple(
         (
             "kept-keys-forgotten",
             "runtime/step/graph_runtime.py",
-            "with exchanging(self.world), with_real_rows():",
-            "with exchanging(self.world):",
+            "with exchanging(self.world), with_real_rows(), ",
+            "with exchanging(self.world), ",
             generated("gpt2"),
         ),
         (

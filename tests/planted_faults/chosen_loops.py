@@ -24,8 +24,8 @@ CHOSEN_LOOPS: tuple[Fault, ...] = tuple(
         (
             "gradients-of-inputs-bring-those-that-are-kept",
             "runtime/step/graph_runtime.py",
-            "        if step.publishes:\n            self.buckets.publish(state.pending, scale, keep=keep, outputs=step.outputs)",
-            "        if keep or step.publishes:\n            self.buckets.publish(state.pending, scale, keep=keep, outputs=step.outputs)",
+            "        if step.publishes:\n            self.buckets.publish(state.pending, scale, ",
+            "        if keep or step.publishes:\n            self.buckets.publish(state.pending, scale, ",
             loops("by_name-1,1"),
         ),
         (

@@ -218,12 +218,12 @@ class _Whole:
 
     def backward(
         self,
-        grads: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor | None],
         tensors: Sequence[torch.Tensor],
         sizes: Sequence[Any],
         outputs: Sequence[torch.Tensor],
-    ) -> list[torch.Tensor]:
-        """Gradients of the tensors that are trained."""
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the tensors that are trained; None for those that this run does not use."""
         with recording_gradients():
             leaves = [
                 tensor.detach().requires_grad_(wanted)
@@ -234,7 +234,11 @@ class _Whole:
                 self._check(value, first)
             # A path may give a result that depends on nothing: zeros, where no expert has tokens.
             assert (torch.ones((), requires_grad=True) * 1).requires_grad, "operators record gradients here"
-            pairs = [(value, grad) for value, grad in zip(found, grads, strict=True) if value.requires_grad]
+            pairs = [
+                (value, grad)
+                for value, grad in zip(found, grads, strict=True)
+                if grad is not None and value.requires_grad
+            ]
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             module = self.module()
             assert module is not None, "it has run just now"
@@ -243,11 +247,8 @@ class _Whole:
                 gradients = torch.autograd.grad(
                     [pair[0] for pair in pairs], wanted, [pair[1] for pair in pairs], allow_unused=True
                 )
-        full = [
-            torch.zeros_like(leaf) if gradient is None else gradient.contiguous()
-            for leaf, gradient in zip(wanted, gradients, strict=True)
-        ]
-        return owned_memory(full, [*grads, *tensors])
+        own = [None if gradient is None else gradient.contiguous() for gradient in gradients]
+        return owned_memory(own, [*grads, *tensors])
 
     def _check(self, value: torch.Tensor, first: torch.Tensor) -> None:
         if value.shape == first.shape and torch.allclose(

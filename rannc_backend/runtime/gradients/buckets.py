@@ -368,8 +368,6 @@ class GradientBuckets:
     host_link: HostLink | None = None
     table_owners: Mapping[str, Ranks] = field(default_factory=dict)  # of the parameters with sparse gradients
     division: Division = UNDIVIDED
-    outputs_of: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    _unreached: dict[frozenset[int], frozenset[str]] = field(default_factory=dict)
 
     def pending(self) -> PendingGradients:
         """Empty gradients for one step."""
@@ -401,15 +399,15 @@ class GradientBuckets:
         return self.pool.tensors()
 
     def publish(
-        self, pending: PendingGradients, scale: Number, *, keep: bool, outputs: frozenset[int] = frozenset()
+        self, pending: PendingGradients, scale: Number, *, keep: bool, without: frozenset[str] = frozenset()
     ) -> None:
-        """Add ``scale`` times the pending gradients to ``p.grad`` of every parameter of this rank that has one from the
-        ``outputs`` whose gradients came, on any rank; as the parameters' hooks want them.
+        """Add ``scale`` times the pending gradients to ``p.grad`` of every parameter of this rank, as the parameters' hooks
+        want them; but of those ``without`` one, which no gradient came to on any rank: theirs stays as it is.
 
         A hook gets what it gets in one process: the gradient of the whole batch, once per backward. ``keep``: the
         pending gradients will be published again (retain_graph), so they must not be given away.
         """
-        names = self._names_with_gradient(pending, outputs)
+        names = self._names_with_gradient(pending, without)
         rounded = _Rounded(pending, self.pool)
         if self.host_link is not None:
             pending.wait_on_host()
@@ -460,7 +458,7 @@ class GradientBuckets:
             for parameter in self.parameters.values()
         )
 
-    def _names_with_gradient(self, pending: PendingGradients, outputs: frozenset[int]) -> list[str]:
+    def _names_with_gradient(self, pending: PendingGradients, without: frozenset[str]) -> list[str]:
         """Without those where no gradient flows, on any of the parameter's ranks: as in plain torch,
         ``p.grad`` stays as it is. And without those that only others update.
         """
@@ -468,7 +466,7 @@ class GradientBuckets:
         others = frozenset[str]() if pending.is_local else self.layout.left_to_others
         if pending.rows is not None and not pending.is_local:
             others |= pending.rows.left_to_others
-        others |= self._without_gradient(outputs)
+        others |= without
         if len(received) == len(self.parameters) and not others:
             return list(self.parameters)
         ranks_of = {name: bucket.ranks for bucket in self.layout.buckets for name in bucket.names}
@@ -478,13 +476,6 @@ class GradientBuckets:
             for name in self.parameters
             if (name in received or ranks_of[name] != self.stage_ranks) and name not in others
         ]
-
-    def _without_gradient(self, outputs: frozenset[int]) -> frozenset[str]:
-        """Those that gradients of these outputs do not reach, as one process has None there."""
-        if outputs not in self._unreached:
-            places = self.outputs_of.items()
-            self._unreached[outputs] = frozenset(name for name, own in places if own.isdisjoint(outputs))
-        return self._unreached[outputs]
 
 
 def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:

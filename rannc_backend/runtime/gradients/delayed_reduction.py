@@ -62,7 +62,7 @@ class DelayableBuckets(GradientBuckets):
         return pending
 
     def publish(
-        self, pending: PendingGradients, scale: Number, *, keep: bool, outputs: frozenset[int] = frozenset()
+        self, pending: PendingGradients, scale: Number, *, keep: bool, without: frozenset[str] = frozenset()
     ) -> None:
         """As of `GradientBuckets`; then reduce, unless that is delayed."""
         table = self.table
@@ -74,7 +74,7 @@ class DelayableBuckets(GradientBuckets):
             self.reduce()
         table.is_in_backward = True
         try:
-            GradientBuckets.publish(self, pending, scale, keep=keep, outputs=outputs)
+            GradientBuckets.publish(self, pending, scale, keep=keep, without=without)
         finally:
             table.is_in_backward = False
         if table.updates:

@@ -20,6 +20,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ import torch
 from rannc_backend.ir.action import GraphUse, OrderedMessage, Program, describe
 from rannc_backend.ir.graph_input import ReplicatedInput, UserInput
 from rannc_backend.ir.plan_checks import lane_text
+from rannc_backend.ir.reach import OperatorCalls
 from rannc_backend.kernels.kept_rows import with_real_rows
 from rannc_backend.runtime.agreement import Digests, agree, exchanging
 from rannc_backend.runtime.gradients.buckets import GradientBuckets
@@ -47,6 +49,7 @@ from rannc_backend.runtime.step.graph_settings import (
     plain_inputs,
     refuse_hooks_of_delayed,
     row_table_of,
+    without_gradient,
 )
 from rannc_backend.runtime.step.queue_order import queued_messages
 from rannc_backend.runtime.step.rehearsal import Rehearsal, same_random_numbers
@@ -92,6 +95,7 @@ class GraphRuntime:
     make_program: Callable[[GraphUse, str, int], tuple[Program, tuple[OrderedMessage, ...]]]
     loss_index: int | None
     is_random: bool
+    noting_calls: Callable[[OperatorCalls], AbstractContextManager[None]]
     switches: Switches = field(default_factory=Switches)
     copies: CopyLog | None = None
     meter: StepMeter | None = None
@@ -260,7 +264,7 @@ class GraphRuntime:
                 self._queues.clear()
             self._queues[key] = queued_messages(ordered, self.world.rank, state.rows)
         self.world.monitor.phase(f"step {state.number}, {phase}")
-        with exchanging(self.world), with_real_rows():
+        with exchanging(self.world), with_real_rows(), self.noting_calls(state.calls):
             executor.run(program, phases, state, self._queues[key])
 
     @without_autocast
@@ -296,7 +300,7 @@ class GraphRuntime:
 
     def _run_eager(self, state: StepState, loss_gradient: Number) -> None:
         self.executor(GraphUse.LOSS, state)  # a rehearsal uses the buffers that this step takes then
-        state.pending = self.buckets.pending()
+        self._begin_backward(state, frozenset({self.loss_index}))
         state.loss_gradient = loss_gradient
         loss: list[Number] = [0.0] * self._num_scalars
         loss[self._loss_scalar] = loss_gradient
@@ -304,6 +308,11 @@ class GraphRuntime:
             state.scalars, loss, self.world.device
         )
         self._run(GraphUse.LOSS, "train", state)
+
+    def _begin_backward(self, state: StepState, outputs: frozenset[Any]) -> None:
+        """Make place for what gradients of ``outputs`` come to."""
+        state.pending = self.buckets.pending()
+        state.calls = OperatorCalls(self.settings.reach.absent_results(outputs))
 
     @property
     def uses_eager_backward(self) -> bool:
@@ -383,7 +392,7 @@ class GraphRuntime:
             self.copies.take(step.state.copies, step.state.rows.num_micro_batches)
         if self.switches.observer is not None and step.publishes:
             self.switches.observer.published(self)
-        return self.settings.reached(self.inputs, gradients, step.outputs)
+        return gradients
 
     def _publish_eager(
         self, step: TrainingStep, gradient: Number, *, keep: bool
@@ -401,14 +410,12 @@ class GraphRuntime:
         assert state.pending is not None, "eager step without gradients"
         scale = ratio(gradient, state.loss_gradient)
         self._remember_loss_gradient(gradient)
+        without = without_gradient(self.world, self.label, self.settings, step)
         if step.publishes:
-            self.buckets.publish(state.pending, scale, keep=keep, outputs=step.outputs)
+            self.buckets.publish(state.pending, scale, keep=keep, without=without.parameters)
         if not keep:
             state.pending = None
-        return [
-            None if grad is None else grad * scale
-            for grad in user_gradients(self.inputs, state, self.world.rank, 1.0)
-        ]
+        return user_gradients(self.inputs, state, self.world.rank, scale, without.inputs)
 
     def _needs_another_loss_gradient(self, gradient: float, expected: Number) -> bool:
         return bool(gradient != expected) and (self.settings.narrow_range or not math.isfinite(gradient))
@@ -422,19 +429,9 @@ class GraphRuntime:
         advance them again.
         """
         refuse_changes(step.changed_by_rank)
-        state = step.state
-        if state.record is not None:
-            state.record.spoiled = True
-        return StepState(
-            number=state.number,
-            rows=state.rows,
-            shapes=state.shapes,
-            inputs=state.inputs,
-            scalars=state.scalars,
-            training=True,
-            apply_buffer_updates=False,
-            buffers_read=state.buffers_read,
-        )
+        if step.state.record is not None:
+            step.state.record.spoiled = True
+        return step.state.before_forward()
 
     def _run_deferred(
         self,
@@ -450,21 +447,26 @@ class GraphRuntime:
             state.record = None  # a second backward of the same forward
         if state.record is not None:
             state.record.start()
-        self._run_backward(state, grads, means)
+        self._run_backward(state, grads, means, step.outputs)
         assert state.pending is not None, "backward without gradient buffers"
+        without = without_gradient(self.world, self.label, self.settings, step)
         if step.publishes:
-            self.buckets.publish(state.pending, 1.0, keep=False, outputs=step.outputs)
+            self.buckets.publish(state.pending, 1.0, keep=False, without=without.parameters)
         state.pending = None
         if state.record is not None:
             state.record.stop(complete=True)
-        share = self.settings.share(self.world.size)
-        return user_gradients(self.inputs, state, self.world.rank, 1.0 / share if step.only_rows else 1.0)
+        scale = 1.0 / self.settings.share(self.world.size) if step.only_rows else 1.0
+        return user_gradients(self.inputs, state, self.world.rank, scale, without.inputs)
 
     def _run_backward(
-        self, state: StepState, grads: Sequence[torch.Tensor | None], means: Sequence[Number]
+        self,
+        state: StepState,
+        grads: Sequence[torch.Tensor | None],
+        means: Sequence[Number],
+        outputs: frozenset[Any],
     ) -> None:
-        """Backwards from the gradients of outputs, and of scalars their ``means``; nothing is published."""
-        state.pending = self.buckets.pending()
+        """Backwards from the gradients of ``outputs``, and of scalars their ``means``; nothing is published."""
+        self._begin_backward(state, outputs)
         scalar_grad_outputs: list[Number] = [0.0] * self._num_scalars
         for output, mean in zip(self.outputs, means, strict=True):
             if isinstance(output, Scalar):
@@ -491,7 +493,7 @@ class GraphRuntime:
             self._outputs(state)
             if not eager:
                 means = [float(index == self.loss_index) for index in range(len(self.outputs))]
-                self._run_backward(state, [None] * len(means), means)
+                self._run_backward(state, [None] * len(means), means, frozenset({self.loss_index}))
             if self.world.device.type == "cuda":
                 torch.cuda.synchronize(self.world.device)
         return time.perf_counter() - begun

@@ -10,12 +10,15 @@ import torch
 from rannc_backend.errors import BatchSizeTestError, RanksDifferError, TooFewSamplesError, UserInputError
 from rannc_backend.ir.graph_input import BatchInput, ReplicatedInput, UserInput
 from rannc_backend.ir.length import Length
+from rannc_backend.ir.reach import Reach, Without
 from rannc_backend.ir.size_test import SizeTest, first_broken
 from rannc_backend.kernels.plain_memory import plain_memory, without_marks
+from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.gradients.loss_gradients import Number
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.step.step_state import StepState
 from rannc_backend.runtime.step.versions import VersionCheck
+from rannc_backend.runtime.world import World
 
 LENGTHS_CURE = (
     "pad all ranks' batches to one length in the collator (transformers: DataCollatorWithPadding with "
@@ -39,24 +42,11 @@ class RuntimeSettings:
     compile_limit_seconds: float
     size_tests: tuple[SizeTest, ...] = ()
     lengths: tuple[Length, ...] = ()
-    outputs_of: Mapping[str, frozenset[int]] = field(default_factory=dict)  # whose gradients reach an input
+    reach: Reach = field(default_factory=Reach)
 
     def share(self, num_ranks: int) -> float:
         """Of a rank in the gradient of an output's rows."""
         return 1.0 / num_ranks if self.mean_gradients else 1.0
-
-    def reached(
-        self,
-        inputs: Sequence[UserInput],
-        gradients: Sequence[torch.Tensor | None],
-        outputs: frozenset[int],
-    ) -> list[torch.Tensor | None]:
-        """Gradients of the inputs that want one; None where those of ``outputs`` come to nothing, as in one process."""
-        names = [spec.name for spec in inputs if spec.requires_grad]
-        return [
-            None if self.outputs_of.get(name, outputs).isdisjoint(outputs) else gradient
-            for name, gradient in zip(names, gradients, strict=True)
-        ]
 
 
 @dataclass(slots=True)
@@ -86,6 +76,19 @@ class TrainingStep:
         frozenset()
     )  # places of those whose gradients its last backward got, on any rank
     publishes: bool = True  # its backward is asked for gradients of parameters, and not of inputs alone
+
+
+def without_gradient(world: World, label: str, settings: RuntimeSettings, step: TrainingStep) -> Without:
+    """Parameters and inputs that the step's backward, which has run on all ranks, brought no gradient to. Collective."""
+    reach, calls = settings.reach, step.state.calls
+    if not reach.calls:
+        return reach.by_graph(step.outputs)
+    own = {operator: sorted(places) for operator, places in calls.reached.items()}
+    shown: dict[str, frozenset[int]] = {}
+    for answer in agree(world, f"gradients of {label}", [own]):
+        for operator, places in answer[0].items():
+            shown[operator] = shown.get(operator, frozenset()).union(places)
+    return reach.without(step.outputs, shown)
 
 
 def plain_inputs(

@@ -17,6 +17,7 @@ import torch
 
 from rannc_backend.ir.action import Channel
 from rannc_backend.ir.exchange import Edge, Value
+from rannc_backend.ir.reach import OperatorCalls
 from rannc_backend.kernels.record_table import CopyReport
 from rannc_backend.runtime.gradients.buckets import PendingGradients, StageGradients
 from rannc_backend.runtime.gradients.loss_gradients import Number
@@ -170,6 +171,7 @@ class StepState:
     loss_gradient: Number = 1.0  # that an eager backward starts from
     apply_buffer_updates: bool = True
     pending: PendingGradients | None = None
+    calls: OperatorCalls = field(default_factory=OperatorCalls)  # of the same backward
     partial_gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # gradient of each partial sum
     grad_outputs: dict[str, torch.Tensor] = field(
         default_factory=dict
@@ -208,6 +210,19 @@ class StepState:
     )  # gradients of this rank's input rows
     copies: StepCopies | None = field(default_factory=StepCopies)  # None: nobody counts them any more
     replicated_outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def before_forward(self) -> StepState:
+        """The same step, to be run once more: it reads the buffers that were read."""
+        return StepState(
+            number=self.number,
+            rows=self.rows,
+            shapes=self.shapes,
+            inputs=self.inputs,
+            scalars=self.scalars,
+            training=True,
+            apply_buffer_updates=False,
+            buffers_read=self.buffers_read,
+        )
 
     def output_gradient(self, slot: Any, micro_batch: int) -> torch.Tensor | None:
         """Gradient of one output of the stage; None when none came."""

@@ -7,7 +7,7 @@ constants.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from rannc_backend.errors import OutputNotAvailableError, UserInputError
 from rannc_backend.ir.action import INPUT, OUTPUT
 from rannc_backend.ir.graph_input import UserInput
 from rannc_backend.kernels.plain_memory import plain_memory
+from rannc_backend.runtime.gradients.loss_gradients import Number
 from rannc_backend.runtime.step.step_state import (
     DeliveredRows,
     NotDelivered,
@@ -154,12 +155,17 @@ def _replicated(output: Replicated, state: StepState, world: World) -> torch.Ten
 
 
 def user_gradients(
-    inputs: Sequence[UserInput], state: StepState, rank: int, scale: float
+    inputs: Sequence[UserInput], state: StepState, rank: int, scale: Number, without: Collection[str]
 ) -> list[torch.Tensor | None]:
-    """Of the inputs that require one, this rank's rows; takes them from the step."""
+    """Of the inputs that require one, this rank's rows; takes them from the step. None, as in one process, for those
+    ``without`` one.
+    """
     results: list[torch.Tensor | None] = []
     for spec in inputs:
         if not spec.requires_grad:
+            continue
+        if spec.name in without:
+            results.append(None)
             continue
         parts = [
             state.user_gradients[spec.name, m]
@@ -172,6 +178,6 @@ def user_gradients(
         start, stop = state.rows.owned_rows(INPUT, rank)
         gradient = torch.cat(parts)
         assert gradient.shape[0] == stop - start, "gradients of some rows did not come"
-        results.append(gradient if scale == 1.0 else gradient * scale)
+        results.append(gradient if isinstance(scale, float) and scale == 1.0 else gradient * scale)
     state.user_gradients.clear()
     return results

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rannc_backend.ir.reach import OperatorCalls
 from rannc_backend.passes.batch.batch_axis import analyze_batch_axis
 from rannc_backend.passes.batch.layouts import Rows, Several
 from rannc_backend.passes.kept_functions import (
@@ -17,10 +18,12 @@ from rannc_backend.passes.kept_functions import (
     backward_code,
     call_kept,
     kept_function,
+    noting_calls,
     operator_code,
 )
 from rannc_backend.passes.pipeline import PassError
 from tests.unit.passes.batch.batch_tracing import Traced, trace
+from tests.unit.passes.choosing_code import doubling
 
 
 class Weighted(torch.autograd.Function):
@@ -314,3 +317,17 @@ def test_autocast_is_kept_as_the_call_ran_under_it() -> None:
     assert found.setting == ("cpu", torch.bfloat16) and not torch.is_autocast_enabled("cpu")
     with found.again():
         assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("asked", [(0,), (1,), (0, 1)])
+def test_code_as_written_is_asked_for_results_that_are_differentiated(asked: tuple[int, ...]) -> None:
+    name = "rannc_tests_choosing.doubling.default"
+    calls = OperatorCalls(absent=frozenset((name, place) for place in (0, 1) if place not in asked))
+    tensors = [torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)]
+    with noting_calls(calls):
+        results = doubling(tensors, [])
+        sum(results[place].sum() for place in asked).backward()
+    assert calls.reached == {name: set(asked)}, "and only what has come is noted"
+    for place, factor in enumerate((2.0, 3.0)):
+        expected = factor if place in asked else 0.0
+        assert tensors[place].grad.tolist() == [expected] * (place + 2)

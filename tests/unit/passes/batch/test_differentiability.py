@@ -6,11 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from rannc_backend.passes.batch.differentiability import (
+    Argument,
+    gradient_sources,
     outputs_by_value,
     values_reached_by_grad,
 )
 from tests.unit.passes.batch.batch_tracing import trace
 from tests.unit.passes.batch.slice_runner import split_traced
+from tests.unit.passes.choosing_code import doubling
 
 
 class Branches(nn.Module):
@@ -86,3 +89,23 @@ def test_sizes_stay_symbolic() -> None:
     outputs_by_value(graph.graph_module, graph.batch)
     split_traced(graph)
     assert graph.rows_symbol not in graph.fake_mode.shape_env.replacements
+
+
+def test_a_way_through_code_as_written_ends_at_its_arguments() -> None:
+    class Through(Branches):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            y = self.first(x)
+            one, other = doubling([y, self.second(y)], [])
+            return one.tanh(), other.tanh(), y.sin()
+
+    graph = trace(Through(), dict(x=torch.randn(5, 3)))
+    first, second, beside = (node.name for node in graph.graph_module.graph.output_node().args[0])
+    found = gradient_sources(graph.graph_module, graph.parameters)
+    first_weight, _, second_weight, _ = graph.parameters
+    call = next(node for node in graph.graph_module.graph.nodes if node.target is doubling)
+    assert found.outputs[first_weight] == {first, second, beside}
+    assert found.outputs[second_weight] == {first, second}, "for all that the graph tells"
+    assert found.nearest[second_weight] == {Argument(call.name, 1)}
+    assert found.nearest[first_weight] == {beside, Argument(call.name, 0), Argument(call.name, 1)}
+    results = {user.args[1]: found.nearest[user.name] for user in call.users}
+    assert results == {0: {first}, 1: {second}}

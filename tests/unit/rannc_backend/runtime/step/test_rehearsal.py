@@ -118,8 +118,14 @@ def test_a_step_takes_the_buckets_of_its_rehearsal() -> None:
         if not rehearsed:
             rehearsed.append(len(buckets.pending().memory))
 
+    def begin_backward(state: Any, outputs: frozenset[int]) -> None:
+        assert outputs == {1}
+        state.pending = buckets.pending()
+
     runtime: Any = SimpleNamespace(
         executor=executor,
+        loss_index=1,
+        _begin_backward=begin_backward,
         buckets=buckets,
         world=SimpleNamespace(device=None),
         _num_scalars=1,
