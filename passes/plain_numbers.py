@@ -13,6 +13,8 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import sympy
@@ -252,6 +254,34 @@ def made_up(value: torch.Tensor, numbers: dict[Any, int], place: int, is_paramet
     else:
         made = torch.full(shape, value.dtype is torch.bool, dtype=value.dtype)
     return made.requires_grad_(value.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class ShownSize:
+    """A size of a result: a constant, or so many times the size of a dimension of an argument."""
+
+    factor: Fraction
+    place: tuple[int, int] | None = None
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """At these arguments."""
+        if self.place is None:
+            return int(self.factor)
+        size = tensors[self.place[0]].shape[self.place[1]]
+        return size * self.factor.numerator // self.factor.denominator
+
+
+def shown_size(
+    pair: tuple[int, int], first: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
+) -> ShownSize | None:
+    """What two runs, on the arguments `first` and `other`, have shown of a size; None where it is neither kind."""
+    if pair[0] == pair[1]:
+        return ShownSize(Fraction(pair[0]))
+    for index, (one, two) in enumerate(zip(first, other, strict=True)):
+        for dim, sizes in enumerate(zip(one.shape, two.shape, strict=True)):
+            if sizes[0] != sizes[1] and pair[0] * sizes[1] == pair[1] * sizes[0]:
+                return ShownSize(Fraction(pair[0], sizes[0]), (index, dim))
+    return None
 
 
 Work = Callable[[], tuple[int, int]]

@@ -201,6 +201,35 @@ class Masking(Ends):
         return y * mask + y.gather(-1, places[..., None])
 
 
+class _Adapting(nn.Module):
+    """Steps of its own on its own weight, as inner loops of meta-learning take them, until the loss is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            weight = self.inner.weight
+            loss = (F.linear(x, weight) - x).square().mean()
+            for _ in range(3):
+                if float(loss) < 1e-3:
+                    break
+                (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+                weight = weight - 0.1 * gradient
+                loss = (F.linear(x, weight) - x).square().mean()
+        return F.linear(x, weight)
+
+
+class Adapting(Ends):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = _Adapting()
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "experts that are hit": (lambda: Mixture(HitExperts), "HitExperts"),
     "experts that are skipped": (lambda: Mixture(SkippedExperts), "SkippedExperts"),
@@ -209,6 +238,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "buffers": (Normalized, "_Normalizing"),
     "attributes": (Counted, "_Counted"),
     "masks": (Masking, "_Masking"),
+    "gradients within": (Adapting, "_Adapting"),
     "values in the model's own forward": (OwnValues, "OwnValues"),
 }
 

@@ -461,6 +461,20 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
             unit("capture/nonstrict/kept_modules"),
         ),
         (
+            "kept-module-cannot-differentiate-within",
+            "capture/nonstrict/kept_operators.py",
+            "with recording_gradients(), torch.set_grad_enabled(self.records):\n            results",
+            "with torch.no_grad():\n            results",
+            unit("capture/nonstrict/kept_modules"),
+        ),
+        (
+            "parts-of-rows-are-not-read",
+            "capture/nonstrict/read_values.py",
+            "return layout.elements if isinstance(layout, Several) else (layout,)",
+            "return (layout,)",
+            unit("capture/nonstrict/read_values"),
+        ),
+        (
             "kept-module-draws-anew-for-its-gradient",
             "capture/nonstrict/kept_operators.py",
             "with drawing_from(int(seed), seed.device):",

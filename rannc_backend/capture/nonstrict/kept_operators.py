@@ -17,7 +17,6 @@ import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
@@ -51,6 +50,7 @@ from rannc_backend.passes.kept_functions import (
 from rannc_backend.passes.plain_numbers import (
     NotingDraws,
     RefusingDraws,
+    ShownSize,
     counting_work,
     drawing_from,
     made_up,
@@ -58,6 +58,7 @@ from rannc_backend.passes.plain_numbers import (
     number_at,
     numbers_at,
     recording_gradients,
+    shown_size,
     without_modes,
 )
 
@@ -71,22 +72,8 @@ _MAX_SEED = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Size:
-    """A size of a result: a constant, or so many times the size of a dimension of an argument."""
-
-    factor: Fraction
-    place: tuple[int, int] | None = None
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
-        if self.place is None:
-            return int(self.factor)
-        size = tensors[self.place[0]].shape[self.place[1]]
-        return size * self.factor.numerator // self.factor.denominator
-
-
-@dataclass(frozen=True, slots=True)
 class _Result:
-    sizes: tuple[_Size, ...]
+    sizes: tuple[ShownSize, ...]
     dtype: torch.dtype
 
     def shape(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -100,7 +87,7 @@ class _Whole:
     Attributes:
         names: of the module's own tensors, which come first among the tensors.
         spec: of the arguments, whose leaves are `arguments`.
-        has_gradient: of each tensor, whether it is trained.
+        requires_grad: of each tensor, as the code sees it; records: whether the call is made with gradients.
         results: of each tensor that it gives; work: of those runs; given: the structure and the other leaves, set by its first run.
         buffers: places of the buffers and frozen parameters that it changes, whose new values are its last results;
             None: not known yet.
@@ -116,7 +103,8 @@ class _Whole:
     arguments: Arguments
     autocast: Autocast
     num_parameters: int
-    has_gradient: tuple[bool, ...] = ()
+    requires_grad: tuple[bool, ...] = ()
+    records: bool = True
     results: tuple[_Result, ...] = ()
     work: InnerWork = InnerWork()
     given: Any = field(default=None, compare=False)
@@ -124,6 +112,11 @@ class _Whole:
     draws: bool = False
     attributes: Attributes = field(default=(), compare=False)
     written: tuple[Written, ...] = field(default=(), compare=False)
+
+    @property
+    def has_gradient(self) -> tuple[bool, ...]:
+        """Of each tensor, whether it is trained."""
+        return tuple(self.records and wanted for wanted in self.requires_grad)
 
     @property
     def runs_whole(self) -> str:
@@ -195,7 +188,17 @@ class _Whole:
     def _to_use(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What the module writes into its buffers is given as results, as the graph's own updates of them are."""
         copied = self.may_be_written if self.buffers is None else {*self.buffers, *self.own_buffers}
-        return [tensor.clone() if place in copied else tensor for place, tensor in enumerate(tensors)]
+        return [
+            tensor.detach().clone().requires_grad_(tensor.requires_grad) if place in copied else tensor
+            for place, tensor in enumerate(tensors)
+        ]
+
+    def _leaves(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As the code may ask them, and differentiate by them (inner loops, penalties)."""
+        return [
+            tensor.detach().requires_grad_(wanted)
+            for tensor, wanted in zip(tensors, self.requires_grad, strict=True)
+        ]
 
     def _swapped(
         self, module: nn.Module, tensors: Sequence[torch.Tensor]
@@ -204,8 +207,9 @@ class _Whole:
         return swapped(module, {id(own[name]): tensor for name, tensor in zip(self.names, tensors)})
 
     def forward(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> list[torch.Tensor]:
-        with torch.no_grad():
-            found, given = self.run(tensors, sizes)
+        with recording_gradients(), torch.set_grad_enabled(self.records):
+            results, given = self.run(self._leaves(tensors), sizes)
+        found = [value.detach() for value in results]
         shapes = [(list(value.shape), value.dtype) for value in found]
         expected = [(result.shape(tensors), result.dtype) for result in self.results]
         if shapes != expected or given != self.given:
@@ -225,10 +229,7 @@ class _Whole:
     ) -> list[torch.Tensor | None]:
         """Gradients of the tensors that are trained; None for those that this run does not use."""
         with recording_gradients():
-            leaves = [
-                tensor.detach().requires_grad_(wanted)
-                for tensor, wanted in zip(tensors, self.has_gradient, strict=True)
-            ]
+            leaves = self._leaves(tensors)
             found, _ = self.run(leaves, sizes)
             for value, first in zip(found, outputs, strict=True):
                 self._check(value, first)
@@ -321,7 +322,8 @@ def called_whole(
         arguments=arguments,
         autocast=Autocast.now(values[0].device.type if values else "cpu"),
         num_parameters=len(list(module.parameters())),
-        has_gradient=tuple(value.requires_grad and torch.is_grad_enabled() for value in values),
+        requires_grad=tuple(value.requires_grad for value in values),
+        records=torch.is_grad_enabled(),
     )
     whole = _observed_writing(whole, values, sizes, batch)
     if wanting := [each.name for each in whole.written if needs_gradient(each.value)]:
@@ -330,7 +332,7 @@ def called_whole(
         raise _cannot(path, "draws random numbers or changes buffers, which a row-wise module may not")
     if whole.draws:
         values.append(torch.randint(_MAX_SEED, (), device=values[0].device if values else None))
-        whole = replace(whole, has_gradient=(*whole.has_gradient, False))
+        whole = replace(whole, requires_grad=(*whole.requires_grad, False))
     operator = _operator(whole, type(module))
     # Whether a result has a gradient may differ by path: the operator's backward finds out.
     found = operator(values, sizes)
@@ -438,10 +440,14 @@ def _observed_at(
         if one.dim() != two.dim():
             raise _cannot(whole.path, "gives other kinds of results for other batch sizes")
         dims = [
-            _size_of(pair, first_inputs, other_inputs, whole.path)
-            for pair in zip(one.shape, two.shape, strict=True)
+            shown_size(pair, first_inputs, other_inputs) for pair in zip(one.shape, two.shape, strict=True)
         ]
-        results.append(_Result(tuple(dims), one.dtype))
+        known = tuple(size for size in dims if size is not None)
+        if len(known) < len(dims):
+            raise _cannot(
+                whole.path, "gives results whose sizes depend on more than the sizes of its arguments"
+            )
+        results.append(_Result(known, one.dtype))
     facts: dict[str, Any] = {"given": given, "work": work, "buffers": given[2]}
     return replace(whole, results=tuple(results), written=tuple(written.values()), **facts)
 
@@ -473,23 +479,11 @@ def _tried(
         raise _cannot(whole.path, f"fails on made-up numbers: {type(error).__name__}: {error}") from error
 
 
-def _size_of(
-    pair: tuple[int, int], first: Sequence[torch.Tensor], other: Sequence[torch.Tensor], path: str
-) -> _Size:
-    if pair[0] == pair[1]:
-        return _Size(Fraction(pair[0]))
-    for index, (one, two) in enumerate(zip(first, other, strict=True)):
-        for dim, sizes in enumerate(zip(one.shape, two.shape, strict=True)):
-            if sizes[0] != sizes[1] and pair[0] * sizes[1] == pair[1] * sizes[0]:
-                return _Size(Fraction(pair[0], sizes[0]), (index, dim))
-    raise _cannot(path, "gives results whose sizes depend on more than the sizes of its arguments")
-
-
 def _operator(whole: _Whole, cls: type) -> Any:
     """The operator of a call. Another living module may have the name."""
     facts = (
         *(cls.__module__, cls.__qualname__, whole.path, whole.names, str(whole.spec), whole.arguments),
-        *(whole.autocast, whole.has_gradient, whole.results, str(whole.given), whole.draws),
+        *(whole.autocast, whole.requires_grad, whole.records, whole.results, str(whole.given), whole.draws),
     )
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     base = f"{re.sub('[^A-Za-z0-9]', '_', cls.__name__)}_{digest}"

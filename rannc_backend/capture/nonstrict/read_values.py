@@ -30,7 +30,7 @@ from rannc_backend.capture.nonstrict.arguments import Exchange
 from rannc_backend.errors import RanksDifferError, UnsupportedModelError, needing_value
 from rannc_backend.ir.length import LengthDims
 from rannc_backend.passes.batch.batch_axis import Meeting, analyze_batch_axis, is_random
-from rannc_backend.passes.batch.layouts import Constant, Layout, RowCount, RowIndex, Rows
+from rannc_backend.passes.batch.layouts import Constant, Layout, RowCount, RowIndex, Rows, Several
 from rannc_backend.passes.canonicalize import CANONICALIZE, TRACED
 from rannc_backend.passes.graph_copy import GraphBuilder
 from rannc_backend.passes.graph_queries import nodes_behind, placeholders, size_expression
@@ -176,18 +176,26 @@ class ReadValue:
 
     def _is_local(self, node: fx.Node) -> bool:
         """Whether this rank's rows give its part of the value."""
-        return node.name not in self.meeting and isinstance(
-            self.layouts.get(node.name), Rows | Constant | RowCount | RowIndex
+        return node.name not in self.meeting and all(
+            isinstance(layout, Rows | Constant | RowCount | RowIndex) for layout in self._layouts_of(node)
         )
+
+    def _layouts_of(self, node: fx.Node) -> tuple[Layout | None, ...]:
+        """Of a list (`x.chunk(2, 1)`), that of each of its elements."""
+        layout = self.layouts.get(node.name)
+        return layout.elements if isinstance(layout, Several) else (layout,)
 
     def _is_row_value(self, node: Any) -> bool:
         return (
-            isinstance(node, fx.Node) and self._is_local(node) and isinstance(self.layouts[node.name], Rows)
+            isinstance(node, fx.Node)
+            and self._is_local(node)
+            and any(isinstance(layout, Rows) for layout in self._layouts_of(node))
         )
 
     def _is_sent(self, node: fx.Node) -> bool:
-        return self._is_row_value(node) and any(
-            user.op == "output" or not (self._is_local(user) or _is_over_all(user)) for user in node.users
+        return isinstance(self.layouts.get(node.name), Rows) and any(
+            self._is_local(node) and (user.op == "output" or not (self._is_local(user) or _is_over_all(user)))
+            for user in node.users
         )
 
 

@@ -35,6 +35,9 @@ VALUES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "rows in the second dimension": lambda x, m: (x.t().cumsum(1)[:, -1] > 0).any(),
     "tokens of rows": lambda x, m: x.reshape(-1).gather(0, m.reshape(-1).long().argmin()[None])[0] > 0,
     "numbers of rows": lambda x, m: (torch.arange(x.shape[0]) * m[:, 0]).max() > 2,
+    "parts of rows": lambda x, m: (x.tanh().split([1, 2], 1)[1] > 0).all(1).any(),
+    "the largest of each row": lambda x, m: (x * 2).max(1)[0].min() > 0,
+    "parts of the batch": lambda x, m: (torch.cat(x.unsqueeze(1).chunk(3, 2), 1).sum(1) > 1).any(),
     "what all share": lambda x, m: torch.triu(torch.ones(3, 3)).sum() > 5,
 }
 
