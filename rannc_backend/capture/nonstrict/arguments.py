@@ -64,10 +64,15 @@ class StatePlace(Place):
     made: ClassVar[type[StateTensor]]
 
     def as_input(self, position: int) -> TensorInput:
-        """See `Place`."""
-        return self.made(
-            node=None, position=position, tensor=self.tensor(), aliases=self.names, source=self.names[0]
+        """See `Place`; raises UnsupportedModelError for a tensor that is not plain."""
+        name = self.names[0]
+        _refuse_special(
+            self.tensor(),
+            f"{self.dictionary[1:-1]} {name}",
+            "register a plain dense tensor: of a sparse matrix tensor.to_dense(), or its indices and values as two "
+            "buffers, and multiply with index_add in the forward.",
         )
+        return self.made(node=None, position=position, tensor=self.tensor(), aliases=self.names, source=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,11 +318,11 @@ def _label(path: tuple[Any, ...], names: Sequence[str]) -> str:
     return "_".join(map(str, inner))
 
 
-def _refuse_special(tensor: torch.Tensor, label: str) -> None:
+def _refuse_special(tensor: torch.Tensor, label: str, cure: str = "pass plain dense tensors.") -> None:
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
         raise UnsupportedModelError(
             f"{label} is a {type(tensor).__name__} with layout {tensor.layout}",
-            cure="pass plain dense tensors.",
+            cure=cure,
         )
 
 

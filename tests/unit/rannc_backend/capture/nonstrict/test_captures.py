@@ -346,6 +346,39 @@ def test_sparse_arguments_and_foreign_parameters_are_refused() -> None:
         captured(_Arguments(), nn.Parameter(batch(4)))
 
 
+class _Neighbours(nn.Module):
+    """Sums over the edges of a graph that all samples have."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        matrix = torch.tensor([[0.0, 1, 0], [1, 0, 1], [0, 2, 0]], dtype=torch.float64)
+        edges = matrix.to_sparse().coalesce()
+        self.way, self.layer = way, nn.Linear(3, 3, dtype=torch.float64)
+        self.register_buffer("matrix", matrix if way == "dense" else edges if way == "sparse" else None)
+        if way == "edges":
+            self.register_buffer("indices", edges.indices())
+            self.register_buffer("weights", edges.values())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        if self.way == "edges":
+            target, source = self.indices
+            return torch.zeros_like(x).index_add(1, target, x[:, source] * self.weights).square().mean()
+        product = torch.sparse.mm if self.way == "sparse" else torch.matmul
+        return product(self.matrix, x.t()).square().mean()
+
+
+def test_a_sparse_buffer_is_refused_and_its_cures_work() -> None:
+    x = torch.randn(4, 3, dtype=torch.float64)
+    with pytest.raises(
+        UnsupportedModelError, match="buffer matrix is a Tensor with layout torch.sparse_coo"
+    ) as refused:
+        captured(_Neighbours("sparse"), x)
+    assert "to_dense()" in refused.value.cure and "index_add" in refused.value.cure
+    for way in ("dense", "edges"):
+        captured(_Neighbours(way), x)
+
+
 class _Mask(nn.Module):
     def __init__(self) -> None:
         super().__init__()
