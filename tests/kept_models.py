@@ -230,6 +230,63 @@ class Adapting(Ends):
         return self.part(x)
 
 
+class _Hooked(nn.Module):
+    """Gradients are changed by a hook of a value, as recurrent networks clip theirs and domains are confused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3) * -0.5)
+        return torch.tanh(y)
+
+
+class Hooked(Ends):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = _Hooked()
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+class _Scaled(nn.Module):
+    """Its gradients are changed by hooks of the module, of what comes and of what goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_full_backward_hook(lambda module, inward, outward: (2 * inward[0],))
+        self.register_full_backward_pre_hook(lambda module, outward: (3 * outward[0],))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Scaled(Ends):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = _Scaled()
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+class ScaledLayer(Ends):
+    """A layer of torch with such a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(WIDTH, WIDTH)
+        self.part.register_full_backward_hook(lambda module, inward, outward: (2 * inward[0],))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "experts that are hit": (lambda: Mixture(HitExperts), "HitExperts"),
     "experts that are skipped": (lambda: Mixture(SkippedExperts), "SkippedExperts"),
@@ -239,6 +296,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "attributes": (Counted, "_Counted"),
     "masks": (Masking, "_Masking"),
     "gradients within": (Adapting, "_Adapting"),
+    "hooks of values": (Hooked, "_Hooked"),
+    "hooks of a module": (Scaled, "_Scaled"),
+    "hooks of a layer": (ScaledLayer, "Linear"),
     "values in the model's own forward": (OwnValues, "OwnValues"),
 }
 

@@ -424,6 +424,11 @@ def _hook(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+def _retain_grad(self: Any, x: Tensor) -> Tensor:
+    x.retain_grad()
+    return x
+
+
 def _write_without_gradient(self: Any, x: Tensor) -> Tensor:
     doubled = x + 1
     with torch.no_grad():
@@ -433,6 +438,7 @@ def _write_without_gradient(self: Any, x: Tensor) -> Tensor:
 
 #: All of the model runs as written.
 WHOLE: dict[str, Callable[[], nn.Module]] = {
+    "hook": _with(_hook, "Hooking"),
     "value": _with(_read, "Reader"),
     "decision": _with(_decide, "Decider"),
     "divisor": _with(_divide, "Dividing"),
@@ -458,7 +464,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "neither an argument nor registered",
     ),
     "backward": (_with(_backward, "Backward"), "calls backward"),
-    "hook": (_with(_hook, "Hooking"), "calls register_hook"),
+    "kept gradient": (_with(_retain_grad, "Retaining"), "calls retain_grad"),
     # What fails for another reason than that it reads a value fails as it does in the model.
     "several values": (
         _with(lambda self, x: x if x > 0 else -x, "Several"),

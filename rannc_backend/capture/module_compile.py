@@ -13,9 +13,11 @@ What is private to torch here: the context that `torch.compile` applies to what 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch._dynamo import trace_rules
 from torch._dynamo.eval_frame import _TorchDynamoContext
@@ -52,6 +54,10 @@ def trace_modules_of_torch(
         if ours and in_place and isinstance(module, nn.Module) and trace_rules.check(type(module).forward):
             function = wrap_inline(function)
         compiled = original(context, function)
+        if ours and isinstance(module, nn.Module) and callable(compiled):
+            compiled = _with_own_hooks(
+                compiled, module, functools.cache(lambda: original(context, wrap_inline(function)))
+            )
         # Of a module comes another one, which has its own call compiled by way of here.
         if ours and wrap is not None and not isinstance(compiled, nn.Module | type):
             # Private to torch, as the class: seen on 2.11.0 and 2.13.0.
@@ -61,6 +67,25 @@ def trace_modules_of_torch(
         return compiled
 
     return hooks.replace("compiled calls", _TorchDynamoContext, "__call__", call)
+
+
+def _with_own_hooks(
+    compiled: Callable[..., Any], module: nn.Module, inlined: Callable[[], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """The compiled call, or where the module has forward hooks of its own `inlined`, which traces them as those of its
+    parts: else Dynamo makes graphs of their own of what they compute.
+    """
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        takes_hooks = not torch.compiler.is_compiling() and not (
+            module._backward_hooks or module._backward_pre_hooks
+        )
+        if takes_hooks and (module._forward_hooks or module._forward_pre_hooks):
+            return inlined()(*args, **kwargs)
+        return compiled(*args, **kwargs)
+
+    return call
 
 
 def plain_function(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -155,11 +155,25 @@ CHOSEN_LOOPS: tuple[Fault, ...] = tuple(
             unit("capture/module_hooks"),
         ),
         (
+            "hooks-of-a-module-in-its-backward-are-dropped",
+            "capture/nonstrict/watch.py",
+            '    vars(torch._C.TensorBase)["grad_fn"].__get__,\n',
+            "",
+            unit("capture/nonstrict/kept_modules"),
+        ),
+        (
+            "hooks-of-the-model-have-graphs-of-their-own",
+            "capture/module_compile.py",
+            "if takes_hooks and (module._forward_hooks or module._forward_pre_hooks):",
+            "if False:",
+            unit("capture/module_compile"),
+        ),
+        (
             "hooks-in-the-forward-are-dropped",
             "capture/nonstrict/watch.py",
             "if func in _HOOKING:",
             "if func in ():",
-            unit("capture/nonstrict/captures"),
+            unit("capture/nonstrict/kept_modules"),
         ),
         (
             "copies-and-the-model-are-written-alike",

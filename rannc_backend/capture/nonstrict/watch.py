@@ -81,7 +81,11 @@ _EQUALITIES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.Tensor.allclose: torch.isclose,
 }
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
-_HOOKING = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+_HOOKING = (
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    vars(torch._C.TensorBase)["grad_fn"].__get__,
+)
 
 
 _WITHOUT_PLAIN_SIZES = {torch.Tensor.fill_diagonal_: fill_diagonal}
@@ -126,11 +130,17 @@ class Watch(TorchFunctionMode):
                 "outside.",
             )
         if func in _HOOKING:
-            raise UnsupportedModelError(
-                f"the forward calls {_name(func)}, and the backward of its graph would not call the hook",
-                location=user_location(trace),
+            raise needing_value(
+                f"the forward uses {_name(func)}, and the backward of its graph would not call the hook",
+                user_location(trace),
                 cure="write a torch.autograd.Function whose backward changes the gradient; hooks of parameters "
                 "are registered outside of the forward.",
+            )
+        if func is torch.Tensor.retain_grad and not args[0].is_leaf:
+            raise UnsupportedModelError(
+                "the forward calls retain_grad, and the backward of its graph would leave .grad as it is",
+                location=user_location(trace),
+                cure="give the tensor back as an output, and call retain_grad() on it behind the call.",
             )
         operands = list(filter(needs_gradient, tensors_in((args, kwargs))))
         if (

@@ -99,3 +99,26 @@ def test_it_ends() -> None:
     assert torch._dynamo.eval_frame._TorchDynamoContext.__call__ is not before
     end()
     assert torch._dynamo.eval_frame._TorchDynamoContext.__call__ is before
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_hooks_of_the_module_itself_are_part_of_its_graph(
+    recorder: Recorder, name: str, in_place: bool
+) -> None:
+    module, x, seen = MODULES[name](), torch.randn(5, 4), []
+    compiled = module
+    if in_place:
+        module.compile(backend=recorder)
+    else:
+        compiled = torch.compile(module, backend=recorder)
+    expected = module._call_impl(x * 2)
+    before = module.register_forward_pre_hook(lambda _, given: (given[0] * 2,))
+    after = module.register_forward_hook(lambda _, given, found: seen.append(found.detach().sum()))
+    torch.testing.assert_close(compiled(x), expected)
+    torch.testing.assert_close(seen, [expected.detach().sum()])
+    assert recorder.graph.root_module is module, "one graph, of the model and its hooks"
+    before.remove()
+    after.remove()
+    torch.testing.assert_close(compiled(x * 2), expected)
+    assert len(seen) == 1

@@ -165,7 +165,7 @@ def test_what_a_graph_cannot_hold_is_refused_and_nothing_is_left(name: str) -> N
     assert time.time is clock and vars(torch.autograd.Function)["apply"] is apply
 
 
-@pytest.mark.parametrize("name", ["global tensor", "hook", "backward", "clock"])
+@pytest.mark.parametrize("name", ["global tensor", "kept gradient", "backward", "clock"])
 def test_the_users_line_is_named(name: str) -> None:
     with pytest.raises(ModelError) as caught:
         captured(REFUSED[name][0](), batch(4))
