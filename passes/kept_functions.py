@@ -210,6 +210,12 @@ def runs_whole(node: fx.Node) -> bool:
     return code is not None and bool(code.runs_whole)
 
 
+def any_gradient(node: fx.Node) -> bool:
+    """Whether the code of its operator is run with gradients, which it may ask for within."""
+    code = operator_code(node.target)
+    return code is not None and any(code.has_gradient)
+
+
 def inner_work(node: fx.Node) -> tuple[InnerWork, sympy.Expr, bool] | None:
     """What the code of a node's operator does for each element, how many there are, and whether it is called for its
     gradient; None for another operator.

@@ -3,10 +3,13 @@
     make test-full PYTEST_ARGS="-n 2 -m 'not full' --durations=0" | tee seconds.log
     python -m scripts.sample_tests seconds.log
 
+or, with a log of `make test`, `--add`: what is sampled already stays so.
+
 What stays in `make test`: every test that is quick; every case that a chosen fault names, as it is known to notice
-something that others do not; the tests of the layout; and of each file, the quickest case of each test first, as many as
-the same number of seconds holds, which is as large as the share of the whole that stays allows. It is decided by seconds of
-one run, so that the list is made anew only when `make test` has become too slow.
+something that others do not, but for those that take very long, which `.ci/run` runs; the tests of the layout; and of
+each file, the quickest case of each test first, as many as the same number of seconds holds, which is as large as the
+share of the whole that stays allows. It is decided by seconds of one run, so that the list is made anew only when
+`make test` has become too slow.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ from pathlib import Path
 
 from tests.only_in_full import ONLY_IN_FULL
 from tests.planted_faults.chosen import CHOSEN
-from tests.sampled import FILE
+from tests.sampled import FILE, SAMPLED
 
 QUICK_SECONDS = 0.7
+LONG_SECONDS = 10.0
 SHARE = 0.3
 _LINE = re.compile(r"^(\d+\.\d+)s (?:setup|call|teardown)\s+(tests/\S.*)$", re.MULTILINE)
 
@@ -104,16 +108,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--share", type=float, default=SHARE, help="of the seconds, which stays (default %(default)s)"
     )
+    parser.add_argument("--add", action="store_true", help="keep the sampled tests that the log has not")
     chosen = parser.parse_args(arguments)
     seconds = seconds_of(chosen.log.read_text(encoding="utf-8", errors="replace"))
-    needed = {test for fault in CHOSEN for test in fault.tests}
-    tests = [
+    needed = {test for fault in CHOSEN for test in fault.tests if seconds.get(test, 0.0) < LONG_SECONDS}
+    before = sorted(SAMPLED - seconds.keys()) if chosen.add else []
+    tests = before + [
         test
         for test in sampled_of(seconds, needed, share=chosen.share, quick_seconds=chosen.quick_seconds)
         if test not in ONLY_IN_FULL
     ]
     FILE.write_text(json.dumps(by_file(tests), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    left = sum(seconds[test] for test in tests)
+    left = sum(seconds.get(test, 0.0) for test in tests)
     print(
         f"{len(tests)} tests of {left:.0f} s are sampled; {sum(seconds.values()) - left:.0f} s of tests stay"
     )

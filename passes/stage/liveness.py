@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from rannc_backend.passes.kept_functions import inner_work
+from rannc_backend.passes.kept_functions import any_gradient, inner_work
 
 _Amount = tuple[float, ...]  # coefficients of a polynomial in the batch size, constant first
 
@@ -116,9 +116,9 @@ class _Sizes:
         return self._known[expression]
 
     def inside(self, node: fx.Node) -> _Amount:
-        """What code that runs as written keeps while its gradient is computed."""
+        """What code that runs as written keeps while it runs, for a gradient within or for its own."""
         found = inner_work(node)
-        if found is None or not found[2]:
+        if found is None or not (found[2] or any_gradient(node)):
             return self.zero
         work, num_elements, _ = found
         return self._polynomial(sympy.Integer(math.ceil(work.num_bytes)) * num_elements)

@@ -269,8 +269,9 @@ def _user_outputs_of(
     found = {value: reached for value, names in in_rows.outputs.items() if (reached := union(names))}
     nearest = {}
     for value in found:
-        arguments = frozenset(item for item in in_rows.nearest[value] if isinstance(item, Argument))
-        nearest[value] = Sources(union(in_rows.nearest[value] - arguments), arguments)
+        origins = in_rows.nearest.get(value, frozenset())
+        arguments = frozenset(item for item in origins if isinstance(item, Argument))
+        nearest[value] = Sources(union(origins - arguments), arguments)
     return found, nearest
 
 

@@ -135,7 +135,8 @@ class _Whole:
     @property
     def may_be_written(self) -> frozenset[int]:
         """The places of buffers, and of parameters that are not trained, which are as much."""
-        frozen = (place for place in range(self.num_parameters) if not self.has_gradient[place])
+        trained = self.has_gradient
+        frozen = (place for place in range(self.num_parameters) if not trained[place])
         return frozenset((*frozen, *self.own_buffers))
 
     def run(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> tuple[list[torch.Tensor], Any]:

@@ -81,11 +81,8 @@ _EQUALITIES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.Tensor.allclose: torch.isclose,
 }
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
-_HOOKING = (
-    torch.Tensor.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook,
-    vars(torch._C.TensorBase)["grad_fn"].__get__,
-)
+_HOOKING = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+_GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 
 
 _WITHOUT_PLAIN_SIZES = {torch.Tensor.fill_diagonal_: fill_diagonal}
@@ -129,9 +126,9 @@ class Watch(TorchFunctionMode):
                 cure="use torch.autograd.grad(..., create_graph=True) in the forward, or call backward() "
                 "outside.",
             )
-        if func in _HOOKING:
+        if func in _HOOKING or (func == _GRAD_FN and not args[0].is_leaf):
             raise needing_value(
-                f"the forward uses {_name(func)}, and the backward of its graph would not call the hook",
+                f"the forward uses {'grad_fn' if func == _GRAD_FN else _name(func)}, and the backward of its graph would not call the hook",
                 user_location(trace),
                 cure="write a torch.autograd.Function whose backward changes the gradient; hooks of parameters "
                 "are registered outside of the forward.",

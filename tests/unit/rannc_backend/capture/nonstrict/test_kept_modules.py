@@ -168,19 +168,22 @@ def test_what_a_module_computes_and_keeps_is_counted() -> None:
     work = operator_code(node.target).work  # type: ignore[union-attr]
     # At least the chosen tokens and what lies between the products, in float64.
     assert work.num_bytes >= 2 * 8 * (1 + 8 / WIDTH)
-    graph = fx.Graph()
-    tensors = [graph.placeholder(f"value_{place}") for place in range(2)]
-    for each in tensors:
-        each.meta["val"] = value
     backward = getattr(torch.ops.rannc_module, f"{node.target._schema.name.split('::')[1]}_backward").default
-    made = graph.call_function(backward, ([tensors[0]], tensors, [], [tensors[1]]))
-    made.meta["val"] = [value]
-    graph.output(made)
-    symbol = captured_graph.rows_symbol
-    (peak,) = live_bytes(graph, ignored=[each.name for each in tensors], rows_symbol=symbol)
-    wanted = math.ceil(work.num_bytes) * numel(value)
-    assert sympy.expand(peak - wanted) == 0
-    assert operator_cost(made, ()).forward_flops == 3 * cost.forward_flops
+    symbol, made = captured_graph.rows_symbol, []
+    for target in (node.target, backward):
+        graph = fx.Graph()
+        tensors = [graph.placeholder(f"value_{place}") for place in range(2)]
+        for each in tensors:
+            each.meta["val"] = value
+        behind = ([tensors[0]], tensors, [], [tensors[1]]) if target is backward else (tensors, [])
+        made.append(graph.call_function(target, behind))
+        made[-1].meta["val"] = [value]
+        graph.output(made[-1])
+        (peak,) = live_bytes(graph, ignored=[each.name for each in tensors], rows_symbol=symbol)
+        # A forward is run with gradients too, which its code may ask for.
+        wanted = math.ceil(work.num_bytes) * numel(value)
+        assert sympy.expand(peak - wanted) == 0
+    assert operator_cost(made[1], ()).forward_flops == 3 * cost.forward_flops
 
 
 def test_equal_modules_of_two_models_are_two_operators() -> None:

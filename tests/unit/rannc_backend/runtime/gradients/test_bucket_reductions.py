@@ -108,3 +108,15 @@ def test_formats_of_the_options() -> None:
     assert SumFormat.of(Config()).of_bucket(torch.float64) == torch.float64
     found = SumFormat.of(Config(gradient_dtype="fp16", gradient_scale=8.0))
     assert (found.dtype, found.scale) == (torch.float16, 8.0)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_only_shared_memory_of_buckets_stays_from_step_to_step(shared: bool) -> None:
+    transport = Doubling(shared=shared)
+    sums = reductions(transport, sum_format=SumFormat(dtype=torch.bfloat16))
+    for num_rows in (2, 3, 5):
+        sums.start(torch.ones(num_rows, 4), RANKS).wait()
+    assert not sums.pool.tensors() and not transport.made, "rows are of another number in each step"
+    for _ in range(2):
+        sums.start(torch.ones(4), RANKS).wait()
+    assert len(sums.pool.tensors()) == len(transport.made) == int(shared)
