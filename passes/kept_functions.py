@@ -331,12 +331,7 @@ def named_operator(
 
 
 class Calls(Protocol):
-    """The calls of one backward, of operators that run code as written: only these show what their code has used.
-
-    Attributes:
-        absent: results, by operator and number, that no gradient comes to.
-        reached: by operator, the numbers of the tensors that a gradient has come to, in any call.
-    """
+    """What `ir/reach.py` asks of one backward: only the calls of operators that run code as written show what that uses."""
 
     absent: frozenset[tuple[str, int]]
     reached: dict[str, set[int]]

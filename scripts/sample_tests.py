@@ -25,8 +25,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tests.only_in_full import ONLY_IN_FULL
-from tests.planted_faults.chosen import CHOSEN
-from tests.sampled import FILE, SAMPLED
+from tests.sampled import FILE, NAMED_BY_FAULTS, SAMPLED
 
 QUICK_SECONDS = 0.7
 LONG_SECONDS = 10.0
@@ -111,7 +110,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--add", action="store_true", help="keep the sampled tests that the log has not")
     chosen = parser.parse_args(arguments)
     seconds = seconds_of(chosen.log.read_text(encoding="utf-8", errors="replace"))
-    needed = {test for fault in CHOSEN for test in fault.tests if seconds.get(test, 0.0) < LONG_SECONDS}
+    needed = {test for test in NAMED_BY_FAULTS if seconds.get(test, 0.0) < LONG_SECONDS}
     before = sorted(SAMPLED - seconds.keys()) if chosen.add else []
     tests = before + [
         test

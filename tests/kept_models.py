@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rannc_backend import row_wise
-from tests.nonstrict_models import WIDTH, Ends
+from tests.nonstrict_models import WIDTH, Around, Ends
 
 NUM_EXPERTS = 4
 
@@ -221,15 +221,6 @@ class _Adapting(nn.Module):
         return F.linear(x, weight)
 
 
-class Adapting(Ends):
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = _Adapting()
-
-    def middle(self, x: Tensor) -> Tensor:
-        return self.part(x)
-
-
 class _Hooked(nn.Module):
     """Gradients are changed by a hook of a value, as recurrent networks clip theirs and domains are confused."""
 
@@ -242,15 +233,6 @@ class _Hooked(nn.Module):
         if y.requires_grad:
             y.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3) * -0.5)
         return torch.tanh(y)
-
-
-class Hooked(Ends):
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = _Hooked()
-
-    def middle(self, x: Tensor) -> Tensor:
-        return self.part(x)
 
 
 class _Scaled(nn.Module):
@@ -266,25 +248,11 @@ class _Scaled(nn.Module):
         return torch.tanh(self.inner(x))
 
 
-class Scaled(Ends):
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = _Scaled()
-
-    def middle(self, x: Tensor) -> Tensor:
-        return self.part(x)
-
-
-class ScaledLayer(Ends):
+def _scaled_layer() -> nn.Module:
     """A layer of torch with such a hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = nn.Linear(WIDTH, WIDTH)
-        self.part.register_full_backward_hook(lambda module, inward, outward: (2 * inward[0],))
-
-    def middle(self, x: Tensor) -> Tensor:
-        return self.part(x)
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.register_full_backward_hook(lambda module, inward, outward: (2 * inward[0],))
+    return layer
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -295,10 +263,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "buffers": (Normalized, "_Normalizing"),
     "attributes": (Counted, "_Counted"),
     "masks": (Masking, "_Masking"),
-    "gradients within": (Adapting, "_Adapting"),
-    "hooks of values": (Hooked, "_Hooked"),
-    "hooks of a module": (Scaled, "_Scaled"),
-    "hooks of a layer": (ScaledLayer, "Linear"),
+    "gradients within": (lambda: Around(_Adapting()), "_Adapting"),
+    "hooks of values": (lambda: Around(_Hooked()), "_Hooked"),
+    "hooks of a module": (lambda: Around(_Scaled()), "_Scaled"),
+    "hooks of a layer": (lambda: Around(_scaled_layer()), "Linear"),
     "values in the model's own forward": (OwnValues, "OwnValues"),
 }
 

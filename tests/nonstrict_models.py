@@ -39,6 +39,17 @@ class Ends(nn.Module):
         return self.last(self.middle(torch.tanh(self.first(x)))).square().mean()
 
 
+class Around(Ends):
+    """One part between the layers."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
 class Locked(Ends):
     """A library takes a lock in its forward."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.nonstrict_models import WIDTH, Ends
+from tests.nonstrict_models import WIDTH, Around, Ends
 
 
 class _Reversal(torch.autograd.Function):
@@ -46,7 +46,15 @@ class _Checkpointed(torch.autograd.Function):
         return (None, *torch.autograd.grad(result, (x, *ctx.parameters), gradient))
 
 
-class _Rounding(torch.autograd.Function):
+class _StraightThrough(torch.autograd.Function):
+    """Its gradient is that of its result."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class _Rounding(_StraightThrough):
     """A straight-through estimator with a scale by the largest value."""
 
     @staticmethod
@@ -54,32 +62,20 @@ class _Rounding(torch.autograd.Function):
         step = x.abs().max().item() / 7
         return (x / step).round() * step
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
-
-class _Drawing(torch.autograd.Function):
+class _Drawing(_StraightThrough):
     """Rounds at random; here the random numbers do not matter, so that results can be compared."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return torch.where(torch.rand_like(x) < 2.0, x.round(), x)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
-
-class _InPlace(torch.autograd.Function):
+class _InPlace(_StraightThrough):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.mark_dirty(x)
         return x.clamp_(-0.3, 0.3)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 class Layer(nn.Module):
@@ -94,17 +90,6 @@ class Layer(nn.Module):
         return self.way(self, x)
 
 
-class Model(Ends):
-    """Layers before and after it."""
-
-    def __init__(self, way: Callable[[Layer, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.inner = Layer(way)
-
-    def middle(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
 class Whole(Ends):
     """The model's own forward calls one."""
 
@@ -112,12 +97,16 @@ class Whole(Ends):
         return _Drawing.apply(x)
 
 
+def _model(way: Callable[[Layer, Tensor], Tensor]) -> nn.Module:
+    return Around(Layer(way))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "a module": lambda: Model(lambda own, x: _Reversal.apply(own.layer(x), own)),
-    "a checkpoint": lambda: Model(
+    "a module": lambda: _model(lambda own, x: _Reversal.apply(own.layer(x), own)),
+    "a checkpoint": lambda: _model(
         lambda own, x: _Checkpointed.apply(own.layer.forward, x, *own.layer.parameters())
     ),
-    "a value": lambda: Model(lambda own, x: _Rounding.apply(own.layer(x))),
-    "random numbers": lambda: Model(lambda own, x: _Drawing.apply(own.layer(x))),
-    "in place": lambda: Model(lambda own, x: _InPlace.apply(own.layer(x) * 1.0)),
+    "a value": lambda: _model(lambda own, x: _Rounding.apply(own.layer(x))),
+    "random numbers": lambda: _model(lambda own, x: _Drawing.apply(own.layer(x))),
+    "in place": lambda: _model(lambda own, x: _InPlace.apply(own.layer(x) * 1.0)),
 }

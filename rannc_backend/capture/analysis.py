@@ -41,15 +41,16 @@ EXTRA_INPUTS = ("rng_seed", "first_row", "global_rows")
 class GraphAnalysis:
     """A captured graph, split at its reductions over the batch.
 
-    user_outputs_of: for each value that needs a gradient, the places of the user's outputs that it may come from.
-    reach: the same of parameters (by dotted name) and inputs, and of what goes through modules that run as written.
+    differentiable_outputs: places of the user's outputs whose gradient comes to a value that needs one.
+    reach: those whose gradient comes to each parameter (by dotted name) and input, and by way of which modules that run as
+        written.
     """
 
     captured: CapturedGraph
     split: BatchSplit
     needs_grad: frozenset[str]
     input_kinds: dict[str, str]
-    user_outputs_of: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    differentiable_outputs: frozenset[int] = frozenset()
     reach: Reach = field(default_factory=Reach)
 
     @property
@@ -89,8 +90,7 @@ class GraphAnalysis:
     @property
     def differentiable_scalars(self) -> frozenset[int]:
         """Epilogue outputs whose gradient goes to a sum that needs one."""
-        reached = frozenset[int]().union(*self.user_outputs_of.values())
-        outputs = (self.split.user_outputs[place] for place in reached)
+        outputs = (self.split.user_outputs[place] for place in self.differentiable_outputs)
         return frozenset(output.index for output in outputs if isinstance(output, UserScalar))
 
     def node(self, name: str) -> fx.Node:
@@ -139,7 +139,7 @@ class GraphAnalysis:
             captured=_without_lengths(captured),
             split=replace(split, rowwise=rowwise, layouts=layouts),
             needs_grad=self.needs_grad,
-            user_outputs_of=self.user_outputs_of,
+            differentiable_outputs=self.differentiable_outputs,
             reach=self.reach,
             input_kinds={name: kind for name, kind in self.input_kinds.items() if kind != "length"},
         )
@@ -210,47 +210,44 @@ def _analyzed(
     assert shape_env is not None, "captures have symbols"
     if fixed := [length.name for length in captured.lengths if length.symbol in shape_env.replacements]:
         raise UnsupportedModelError(f"the analysis has taken {fixed[0]} for a number")
-    sources, nearest = _user_outputs_of(split, trained)
+    sources = _gradient_sources(split, trained)
     return GraphAnalysis(
         captured=captured,
         split=split,
         needs_grad=frozenset(sources),
         input_kinds=_input_kinds(captured, split),
-        user_outputs_of=sources,
-        reach=_reach(captured, split, nearest),
+        # What comes by way of a module that runs as written comes to its result itself.
+        differentiable_outputs=frozenset[int]().union(*(each.outputs for each in sources.values())),
+        reach=_reach(captured, split, sources),
     )
 
 
-def _reach(captured: CapturedGraph, split: BatchSplit, nearest: Mapping[str, Sources]) -> Reach:
+def _reach(captured: CapturedGraph, split: BatchSplit, sources: Mapping[str, Sources]) -> Reach:
     trained = [spec for spec in captured.inputs if spec.requires_grad]
     calls = [
         WrittenCall(
             node.name,
             str(node.target),
-            {int(user.args[1]): nearest[user.name] for user in node.users if user.name in nearest},
+            {int(user.args[1]): sources[user.name] for user in node.users if user.name in sources},
         )
         for node in reversed(split.rowwise.graph.nodes)
         if runs_whole(node)
     ]
     return Reach(
         parameters={
-            spec.fqn: nearest[spec.name]
+            spec.fqn: sources[spec.name]
             for spec in trained
-            if isinstance(spec, ParameterInput) and spec.name in nearest
+            if isinstance(spec, ParameterInput) and spec.name in sources
         },
         inputs={
-            spec.name: nearest.get(spec.name, Sources()) for spec in trained if isinstance(spec, UserInput)
+            spec.name: sources.get(spec.name, Sources()) for spec in trained if isinstance(spec, UserInput)
         },
         calls=tuple(calls),
     )
 
 
-def _user_outputs_of(
-    split: BatchSplit, trained: Collection[str]
-) -> tuple[dict[str, frozenset[int]], dict[str, Sources]]:
-    """Of each value; and what brings its gradient first. A gradient comes to rows from the user, and to sums by way of the
-    scalar part.
-    """
+def _gradient_sources(split: BatchSplit, trained: Collection[str]) -> dict[str, Sources]:
+    """Of each value that needs a gradient. It comes to rows from the user, and to sums by way of the scalar part."""
     in_rows = gradient_sources(split.rowwise, trained)
     places: dict[str, set[int]] = defaultdict(set)  # of the user's outputs, by output of the row-wise part
     of_scalars: dict[str, set[int]] = defaultdict(set)  # the same, by output of the scalar part
@@ -266,13 +263,12 @@ def _user_outputs_of(
         for name, outputs in outputs_by_value(split.epilogue, inputs).items():
             places[sums.get(name, "")].update(*(of_scalars[output] for output in outputs))
     union = functools.cache(lambda names: frozenset[int]().union(*(places[name] for name in names)))
-    found = {value: reached for value, names in in_rows.outputs.items() if (reached := union(names))}
-    nearest = {}
-    for value in found:
+    found = {}
+    for value in (value for value, names in in_rows.outputs.items() if union(names)):
         origins = in_rows.nearest.get(value, frozenset())
         arguments = frozenset(item for item in origins if isinstance(item, Argument))
-        nearest[value] = Sources(union(origins - arguments), arguments)
-    return found, nearest
+        found[value] = Sources(union(origins - arguments), arguments)
+    return found
 
 
 class SumsError(PassError):

@@ -54,7 +54,7 @@ def trace_modules_of_torch(
         if ours and in_place and isinstance(module, nn.Module) and trace_rules.check(type(module).forward):
             function = wrap_inline(function)
         compiled = original(context, function)
-        if ours and isinstance(module, nn.Module) and callable(compiled):
+        if ours and isinstance(module, nn.Module):
             compiled = _with_own_hooks(
                 compiled, module, functools.cache(lambda: original(context, wrap_inline(function)))
             )

@@ -177,7 +177,7 @@ def for_use(analysis: GraphAnalysis, config: Config) -> GraphAnalysis:
     return replace(
         analysis,
         needs_grad=frozenset(),
-        user_outputs_of={},
+        differentiable_outputs=frozenset(),
         captured=replace(analysis.captured, inputs=inputs),
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ STEPS: Sequence[Callable[[Outputs, bool, int], Tensor]] = (
 
 def some_outputs(context: Context) -> None:
     """Steps of one run that differentiate different outputs: gradients that there are, and parameters after each."""
-    compare_steps(context, Heads, STEPS, lambda number: _inputs(context, number))
+    compare_steps(context, Heads, STEPS, partial(two_inputs, context))
 
 
 def compare_steps(
@@ -97,7 +98,8 @@ def compare_steps(
                 )
 
 
-def _inputs(context: Context, seed: int) -> list[Tensor]:
+def two_inputs(context: Context, seed: int) -> list[Tensor]:
+    """Rows of all ranks."""
     numbers = torch.Generator().manual_seed(seed)
     return [torch.randn(ROWS, WIDTH, generator=numbers, dtype=context.dtype) for _ in range(2)]
 

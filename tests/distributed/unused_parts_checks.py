@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from rannc_backend import row_wise
 from tests.distributed.harness.context import Context
 from tests.distributed.loop_checks import WIDTH
-from tests.distributed.several_outputs_checks import compare_steps
+from tests.distributed.several_outputs_checks import ROWS, compare_steps, two_inputs
 
-ROWS, NOBODY = 12, 7
+NOBODY = 7
 Outputs = tuple[Tensor, Tensor]
+Step = Callable[[Outputs, bool, int], Tensor]
 
 
 class Chosen(nn.Module):
@@ -107,55 +108,39 @@ CHOICES: Sequence[tuple[Sequence[int], Sequence[int]]] = (
 )
 
 
+#: what a step differentiates
+STEPS: dict[str, Step] = {
+    "first": lambda outputs, own, rank: outputs[0],
+    "second": lambda outputs, own, rank: outputs[1],
+    "rows of first": lambda outputs, own, rank: outputs[0].square().mean(),
+    "rows of second": lambda outputs, own, rank: outputs[1].square().mean(),
+}
+
+
 def unused_parts(context: Context) -> None:
     """Parts that no row of a step has chosen, and what lies before a part that nothing went through."""
-    is_split = context.case.replicas != "1,1"
 
     def inputs(number: int) -> list[Tensor]:
         chosen = [torch.tensor((list(each) * ROWS)[:ROWS]) for each in CHOICES[number]]
-        return [*_rows(context, number), *chosen]
+        return [*two_inputs(context, number), *chosen]
 
-    make = ChosenByRow if is_split else Chosen
-    steps = [_loss_of_first] * (len(CHOICES) - 1) + [_second]
+    make = Chosen if context.case.replicas == "1,1" else ChosenByRow
+    steps = [STEPS["first"]] * (len(CHOICES) - 1) + [STEPS["rows of second"]]
     compare_steps(context, lambda: Path(make), steps, inputs)
 
 
 def unused_results(context: Context) -> None:
     """Results of one call of which a step differentiates one; the sign of an input chooses a part."""
-
-    def inputs(number: int) -> list[Tensor]:
-        return [each.abs() * (-1) ** number for each in _rows(context, number)]
-
-    steps = [_second_itself, _second_itself, _first_of_two, _second_itself, _first_of_two]
-    compare_steps(context, Pair, steps, inputs)
+    _compare_signs(context, Pair, ["second", "second", "rows of first", "second", "rows of first"])
 
 
 def unused_whole(context: Context) -> None:
     """The same where the model itself runs as written."""
+    _compare_signs(context, Whole, ["second", "rows of first", "second", "rows of first"])
 
+
+def _compare_signs(context: Context, make: Callable[[], nn.Module], steps: Sequence[str]) -> None:
     def inputs(number: int) -> list[Tensor]:
-        return [each.abs() * (-1) ** number for each in _rows(context, number)]
+        return [each.abs() * (-1) ** number for each in two_inputs(context, number)]
 
-    steps = [_second_itself, _first_of_two, _second_itself, _first_of_two]
-    compare_steps(context, Whole, steps, inputs)
-
-
-def _loss_of_first(outputs: Outputs, own: bool, rank: int) -> Tensor:
-    return outputs[0]
-
-
-def _second(outputs: Outputs, own: bool, rank: int) -> Tensor:
-    return outputs[1].square().mean()
-
-
-def _second_itself(outputs: Outputs, own: bool, rank: int) -> Tensor:
-    return outputs[1]
-
-
-def _first_of_two(outputs: Outputs, own: bool, rank: int) -> Tensor:
-    return outputs[0].square().mean()
-
-
-def _rows(context: Context, seed: int) -> list[Tensor]:
-    numbers = torch.Generator().manual_seed(seed)
-    return [torch.randn(ROWS, WIDTH, generator=numbers, dtype=context.dtype) for _ in range(2)]
+    compare_steps(context, make, [STEPS[step] for step in steps], inputs)

@@ -113,7 +113,7 @@ CHOSEN_NUMBERS: tuple[Fault, ...] = tuple(
         (
             "detached-scalars-have-gradients",
             "capture/analysis.py",
-            "outputs = (self.split.user_outputs[place] for place in reached)",
+            "outputs = (self.split.user_outputs[place] for place in self.differentiable_outputs)",
             "outputs = self.split.user_outputs",
             _ROW_NUMBERS,
         ),

@@ -29,7 +29,7 @@ import torch
 from rannc_backend.ir.action import GraphUse, OrderedMessage, Program, describe
 from rannc_backend.ir.graph_input import ReplicatedInput, UserInput
 from rannc_backend.ir.plan_checks import lane_text
-from rannc_backend.ir.reach import OperatorCalls
+from rannc_backend.ir.reach import OperatorCalls, Without
 from rannc_backend.kernels.kept_rows import with_real_rows
 from rannc_backend.runtime.agreement import Digests, agree, exchanging
 from rannc_backend.runtime.gradients.buckets import GradientBuckets
@@ -406,16 +406,21 @@ class GraphRuntime:
         ):
             step.state = self._again(step)
             self._run_eager(step.state, gradient)
-        state = step.state
-        assert state.pending is not None, "eager step without gradients"
-        scale = ratio(gradient, state.loss_gradient)
+        scale = ratio(gradient, step.state.loss_gradient)
         self._remember_loss_gradient(gradient)
+        without = self._publish(step, scale, keep=keep)
+        return user_gradients(self.inputs, step.state, self.world.rank, scale, without.inputs)
+
+    def _publish(self, step: TrainingStep, scale: Number, *, keep: bool) -> Without:
+        """The step's gradients, which have been made; what has none."""
+        state = step.state
+        assert state.pending is not None, "a backward without gradient buffers"
         without = without_gradient(self.world, self.label, self.settings, step)
         if step.publishes:
             self.buckets.publish(state.pending, scale, keep=keep, without=without.parameters)
         if not keep:
             state.pending = None
-        return user_gradients(self.inputs, state, self.world.rank, scale, without.inputs)
+        return without
 
     def _needs_another_loss_gradient(self, gradient: float, expected: Number) -> bool:
         return bool(gradient != expected) and (self.settings.narrow_range or not math.isfinite(gradient))
@@ -448,11 +453,7 @@ class GraphRuntime:
         if state.record is not None:
             state.record.start()
         self._run_backward(state, grads, means, step.outputs)
-        assert state.pending is not None, "backward without gradient buffers"
-        without = without_gradient(self.world, self.label, self.settings, step)
-        if step.publishes:
-            self.buckets.publish(state.pending, 1.0, keep=False, without=without.parameters)
-        state.pending = None
+        without = self._publish(step, 1.0, keep=False)
         if state.record is not None:
             state.record.stop(complete=True)
         scale = 1.0 / self.settings.share(self.world.size) if step.only_rows else 1.0
