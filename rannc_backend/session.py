@@ -17,10 +17,9 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
-from rannc_backend.capture.analysis import GraphAnalysis, analyze
+from rannc_backend.capture.analysis import GraphAnalysis, analyze, in_order_of_arguments
 from rannc_backend.capture.graph import CapturedGraph, fixed_shapes
 from rannc_backend.capture.inputs import named_tensors
-from rannc_backend.capture.node_order import in_order_of_arguments
 from rannc_backend.compiled_call import batch_dim_check
 from rannc_backend.deployment import Deployer
 from rannc_backend.errors import (
@@ -375,9 +374,7 @@ class Session:
         return before != {name: self.buffer_stages[name] for name in self.changing_buffers}
 
     def _take_ownership(self, plan: Plan, *, fresh: bool) -> None:
-        """Bring parameters and buffers to the ranks that the plan (a ``fresh`` one, or that of before), and the graphs so
-        far, want them on.
-        """
+        """Bring parameters and buffers to the ranks on which the plan (``fresh`` or that of before) and graphs want them."""
         root = self.root()
         assert root is not None, "the model is gone"
         owners: dict[str, set[int]] = {}
@@ -385,7 +382,8 @@ class Session:
             for name in stage.parameters:
                 owners.setdefault(name, set()).update(stage.ranks)
         for name in self.changing_buffers:
-            owners[name] = {rank for index in self.buffer_stages[name] for rank in plan.stages[index].ranks}
+            ranks = {rank for index in self.buffer_stages[name] for rank in plan.stages[index].ranks}
+            owners[name] = owners.get(name, set()) | ranks  # of a trained parameter with those that read it
         ranks_of = {name: tuple(sorted(ranks)) for name, ranks in owners.items()}
         if fresh:
             self.host_link = None if plan.offload == "none" else counted_host_link(self.world.device)
@@ -403,7 +401,7 @@ class Session:
                     holders, {parameter: name for name, parameter in root.named_parameters()}
                 )
             self.table = ParameterTable.build(root, ranks_of, self.world, self.number, updates)
-            self.table.offloads = self.host_link is not None
+            self.table.offloads, self.table.written = self.host_link is not None, self.changing_buffers
             self.table.states_on_all_ranks = self.config.states_on_all_ranks
             moved = self.table.settle(self.deferred_values, synchronize=self.config.sync_params_on_init)
         note_values(self.table, updates)

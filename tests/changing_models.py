@@ -229,6 +229,24 @@ def _shrink_detached(weight: nn.Parameter) -> None:
     weight.detach().mul_(0.9)
 
 
+def _shrink_in_place(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(0.9)
+
+
+def _normalize_twice(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.copy_(F.normalize(weight, dim=1))
+    weight.data = torch.renorm(weight.data, p=2, dim=1, maxnorm=0.5)
+    weight.data = weight.data * 0.9
+
+
+def _forget_elements(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight[:, 1:3] = 0.0
+    weight.data *= torch.ones_like(weight).tril()
+
+
 #: Ways of changing a parameter that gets a gradient from what it is used for then.
 TRAINED: dict[str, Callable[[nn.Parameter], None]] = {
     "clamp": _shrink,
@@ -236,6 +254,9 @@ TRAINED: dict[str, Callable[[nn.Parameter], None]] = {
     "copy": _normalize_in_data,
     "row": _forget_a_row,
     "detached": _shrink_detached,
+    "in place": _shrink_in_place,
+    "several times": _normalize_twice,
+    "elements": _forget_elements,
 }
 
 
@@ -272,6 +293,77 @@ class Prototypes(nn.Module):
         rows = self.rows.t() if self.view_first else None
         self.way(self.rows)
         return (self.first(x) @ (self.rows.t() if rows is None else rows)).pow(2).mean()
+
+
+class ActNorm(nn.Module):
+    """Shifts and scales that are set by the first batch of training, and trained from then on (Glow). `by_number`: the
+    code asks its flag for a number.
+    """
+
+    def __init__(self, *, by_number: bool) -> None:
+        super().__init__()
+        self.by_number = by_number
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.shift, self.log_scale = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("is_set", torch.tensor(0, dtype=torch.uint8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + torch.tanh(self.first(x))
+        if self.training and ((self.is_set.item() == 0) if self.by_number else not self.is_set):
+            self.begin(h)
+        h = h * self.log_scale.exp() + self.shift
+        return self.last(h).pow(2).mean() - self.log_scale.sum()
+
+    def begin(self, h: Tensor) -> None:
+        if self.by_number:
+            with torch.no_grad():
+                self.shift.data.copy_(-h.mean(0))
+                self.log_scale.data.copy_(-h.std(0).log())
+            self.is_set.fill_(1)
+        else:
+            self.shift.data, self.log_scale.data = -h.mean(0).detach(), -h.std(0).log().detach()
+            self.is_set.data = torch.ones_like(self.is_set)
+
+
+class ShortWords(nn.Module):
+    """Words whose vectors are kept short, looked up by themselves and in bags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(NUM_CODES, WIDTH, max_norm=1.0)
+        self.bags = nn.EmbeddingBag(NUM_CODES, WIDTH, max_norm=0.5, norm_type=1.0, mode="sum")
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = x.abs().mul(1.5).long().clamp(max=NUM_CODES - 1)
+        return self.last(self.words(ids).sum(1) + self.bags(ids)).pow(2).mean()
+
+
+class LateChange(nn.Module):
+    """A scale that is used first and changed last: by rows of the batch, by another parameter, or by itself."""
+
+    def __init__(self, way: Callable[[nn.Parameter, nn.Parameter, Tensor], object]) -> None:
+        super().__init__()
+        self.way = way
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * self.scale
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+        with torch.no_grad():
+            self.way(self.scale, self.layers[-1].bias, h)
+        return h.pow(2).mean()
+
+
+#: Ways of `LateChange`.
+LATE: dict[str, Callable[[nn.Parameter, nn.Parameter, Tensor], object]] = {
+    "by rows": lambda scale, bias, rows: scale.copy_(rows.mean(0)),
+    "towards rows": lambda scale, bias, rows: scale.lerp_(rows.mean(0), 0.1),
+    "by another": lambda scale, bias, rows: scale.copy_(bias + 1),
+    "by itself": lambda scale, bias, rows: scale.mul_(0.9).sub_(0.01),
+}
 
 
 class Teacher(nn.Module):
@@ -413,4 +505,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "rounded": lambda: Quantized(_round_in_data),
     "teacher": Teacher,
     "own data": lambda: Prototypes(UNCHANGED["data"]),
+    "first batch": lambda: ActNorm(by_number=False),
+    "first batch, by number": lambda: ActNorm(by_number=True),
+    "short words": ShortWords,
 }

@@ -31,21 +31,18 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from rannc_backend.capture.inputs import SparseTable, TensorInput, made_dense, number_reads
-from rannc_backend.capture.written_out import (
-    BagsAsRows,
+from rannc_backend.capture.detached_writes import (
     DetachedWrites,
-    PlainOperators,
-    as_strided_scatter,
     check_own_memory,
     innermost,
     needs_gradient,
     tensors_in,
 )
+from rannc_backend.capture.inputs import SparseTable, TensorInput, made_dense, number_reads
+from rannc_backend.capture.written_out import BagsAsRows, PlainOperators, as_strided_scatter
 from rannc_backend.errors import RanncError, UnsupportedModelError, located, needing_batch_size, user_location
 from rannc_backend.ir.length import NO_LENGTHS, LengthDims, length_name, length_symbol
 from rannc_backend.passes.canonicalize import IN_PARTS, TRACED
-from rannc_backend.passes.graph_queries import arguments_of
 from rannc_backend.passes.pipeline import run_pass, with_facts
 from rannc_backend.passes.plain_numbers import new_number, new_size, rows_hint
 from rannc_backend.passes.size_nodes import FloatsAsTensors, number_of
@@ -58,9 +55,6 @@ StridesOf = Callable[[torch.Tensor], tuple[int, ...]]
 """Strides by which to trace a parameter: those it has on its owners, where this rank has given its memory
 back.
 """
-_IN_PLACE_OPERATORS = frozenset(
-    {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imatmul", "ipow", "iand", "ior", "ixor"}
-)
 #: The noise that the forward drew is not what the derivative sees.
 _WRONG_GRADIENTS = {
     torch.ops.aten.rrelu_with_noise_functional.default: "use another activation, or evaluation mode.",
@@ -199,6 +193,7 @@ def trace_function(
         for item in inputs
     ]
     mutated: list[int] = []
+    writes = DetachedWrites(is_with_gradients=torch.is_grad_enabled())
     num_user_outputs = 0
 
     def counted(*tensors: torch.Tensor) -> tuple[Any, ...]:
@@ -212,7 +207,7 @@ def trace_function(
         # A table in any case: without one torch 2.14 makes `alias` of `detach`, and gradients go on where the
         # model stops them.
         graph_module = make_fx(
-            _functionalized(counted, mutated, len(numbers) + len(floats)),
+            _functionalized(counted, writes, mutated, len(numbers) + len(floats)),
             decomposition_table=_table(),
             record_module_stack=True,
         )(*numbers, *floats.values(), *fakes)
@@ -290,7 +285,7 @@ def _fake_input(
 
 
 def _functionalized(
-    forward: Callable[..., tuple[Any, ...]], mutated: list[int], num_lengths: int
+    forward: Callable[..., tuple[Any, ...]], writes: DetachedWrites, mutated: list[int], num_lengths: int
 ) -> Callable[..., tuple[Any, ...]]:
     """`forward` without mutation, behind numbers that it has already; new values of mutated inputs are appended
     to its outputs, their indices to `mutated`.
@@ -301,7 +296,7 @@ def _functionalized(
         exclude = torch._C._ExcludeDispatchKeyGuard(
             torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
         )
-        with exclude, FunctionalTensorMode(), PlainOperators(), BagsAsRows(), DetachedWrites() as writes:
+        with exclude, FunctionalTensorMode(), PlainOperators(), BagsAsRows(), writes:
             wrapped = [FunctionalTensor.to_functional(tensor) for tensor in tensors]
             writes.begin(wrapped)
             outputs = forward(*wrapped)
@@ -318,6 +313,7 @@ def _functionalized(
                 if is_other:
                     check_own_memory(tensor, wrapped)
                 if is_other or torch._functionalize_has_data_mutation(tensor.elem):  # type: ignore[attr-defined]
+                    writes.check_change(tensor)
                     mutated.append(index)
                     updates.append(tensor)
             return tuple(_unwrapped(value) for value in (*outputs, *updates))
@@ -353,19 +349,6 @@ class _AtenInterpreter(fx.Interpreter):
         operands: list[torch.Tensor] = []
         if n.op.startswith("call_"):
             operands = list(filter(needs_gradient, tensors_in(self.fetch_args_kwargs_from_env(n))))
-        if operands and not torch.is_grad_enabled() and _is_in_place(n):
-            written = [
-                self.env[node]
-                for node in pytree.tree_leaves(arguments_of(n)[:1])
-                if isinstance(node, fx.Node)
-            ]
-            if any(tensor is each for tensor in operands for each in tensors_in(written)):
-                raise UnsupportedModelError(
-                    f"{n.target} changes a value that has a gradient in place while gradients are switched "
-                    "off",
-                    location=self._location,
-                    cure="write it without the in-place operation.",
-                )
         try:
             result = super().run_node(n)
         except RanncError as error:
@@ -393,6 +376,9 @@ class _AtenInterpreter(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is _GET_DATA:
             return args[0].data  # which modes see
+        if target is torch.Tensor.set_ and len(args) == 2:
+            args[0].data = args[1]  # what Dynamo writes in its place
+            return args[0]
         if not isinstance(target, HigherOrderOperator):
             return super().call_function(target, args, kwargs)
         name = target.name()
@@ -420,13 +406,6 @@ def fixed_rows(what: str, location: str) -> UnsupportedModelError:
 
 def _any_requires_grad(values: object) -> bool:
     return any(map(needs_gradient, tensors_in(values)))
-
-
-def _is_in_place(node: fx.Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return (
-        name == "setitem" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
-    )
 
 
 def _readable(name: str) -> str:

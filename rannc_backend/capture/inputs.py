@@ -392,18 +392,13 @@ def with_buffers(
 def buffer_updates(
     graph: fx.Graph, inputs: Sequence[GraphInput], mutated: Collection[int], num_user_outputs: int
 ) -> tuple[str, ...]:
-    """The names of the buffers that the forward changes. Raises UnsupportedModelError if it changes anything else."""
+    """The names of the buffers and trained parameters that the forward changes. Raises UnsupportedModelError if it changes
+    anything else.
+    """
     names = []
     for index, value in zip(mutated, output_values(graph)[num_user_outputs:], strict=True):
         item = inputs[index]
-        if isinstance(item, ParameterInput):
-            raise UnsupportedModelError(
-                f"the forward changes the parameter {item.fqn}, which is trained",
-                location=user_location(value.meta.get("stack_trace")),
-                cure="change it in the loop, after the optimizer's step (under torch.no_grad()); or compute with other "
-                "values and leave it as it is: p + (new - p).detach() has the new values and the gradient of p.",
-            )
-        if not isinstance(item, BufferInput):
+        if not isinstance(item, BufferInput | ParameterInput):
             name = item.fqn if isinstance(item, StateInput) else item.name
             raise UnsupportedModelError(
                 f"the model changes {name} in place, which is no buffer",

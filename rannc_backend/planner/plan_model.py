@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from rannc_backend.capture.analysis import GraphAnalysis, analyze
+from rannc_backend.capture.detached_writes import tensors_in
 from rannc_backend.capture.nonstrict.arguments import BatchDims
 from rannc_backend.capture.nonstrict.meta_model import (
     capture_model,
     convert_model,
     convert_values,
 )
-from rannc_backend.capture.written_out import tensors_in
 from rannc_backend.errors import InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.graph_input import ParameterInput

@@ -80,7 +80,7 @@ def _check_parameters(
     plan: Plan, staged: StagedGraph, inputs: Sequence[GraphInput], planned: Mapping[str, int]
 ) -> None:
     names = {item.name: item.fqn for item in inputs if isinstance(item, ParameterInput)}
-    read: list[set[str]] = [set() for _ in plan.stages]
+    read = [set(stage.updated_buffers).intersection(names.values()) for stage in plan.stages]
     for node in staged.nodes:
         read[planned[node.name]].update(names[item.name] for item in staged.reads[node] if item.name in names)
     for output in output_nodes(staged.rowwise):
@@ -201,11 +201,9 @@ def _owners(plan: Plan, inputs: Sequence[GraphInput]) -> dict[str, tuple[str, fr
     for item in inputs:
         if not isinstance(item, StateInput):
             continue
-        is_parameter = isinstance(item, ParameterInput)
+        # A parameter that the forward changes is a buffer while it is frozen.
         where = frozenset(
-            stage.index
-            for stage in plan.stages
-            if item.fqn in (stage.parameters if is_parameter else stage.updated_buffers)
+            stage.index for stage in plan.stages if item.fqn in (*stage.parameters, *stage.updated_buffers)
         )
         if where:
             owners[item.name] = (item.fqn, where)

@@ -247,6 +247,7 @@ def make_absent(
     owners: tuple[int, ...],
     device: torch.device,
     strides: tuple[int, ...] | None = None,
+    is_written: bool = False,
 ) -> None:
     """Forget the value of ``tensor``, a parameter's memory with it; from now on only metadata can be asked
     for, until `make_present`.
@@ -254,7 +255,7 @@ def make_absent(
     Args:
         owners: the ranks that have its value; () where nobody has made it yet. An absent tensor gets another
         reason.
-        strides: those of the value, in elements; None: as they are.
+        strides: those of the value, in elements; None: as they are. is_written: by the model, as buffers are.
     """
     before = absence_of(tensor) if is_absent(tensor) else None
     restore_classes([tensor])
@@ -265,11 +266,10 @@ def make_absent(
         original=type(tensor),
         strides=strides or (tensor.stride() if before is None else before.strides),
     )
-    if absence.kind == "parameter":
+    if absence.kind == "parameter" and not is_written:
         cell = placeholder(tensor, device)
     else:
-        # Models change buffers in place, which a trace looks at: none of a buffer's elements may share
-        # memory.
+        # Models change buffers in place, which a trace looks at: none of their elements may share memory.
         cell = torch.empty_strided(tensor.shape, absence.strides, dtype=tensor.dtype, device=device).fill_(
             _filler(tensor)
         )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,6 +90,7 @@ class ParameterTable:
     owners: dict[str, Ranks]
     tensors: dict[str, torch.Tensor]  # by every name: the objects that steps use
     number: int = 0  # of the model, the same on all ranks
+    written: Collection[str] = ()  # what the forward changes
     offloads: bool = False  # parameters lie on the host, pinned where there is a device
     updates: dict[str, Update] = field(default_factory=dict)  # of parameters that not all owners update
     is_in_backward: bool = False  # gradients are being published, and hooks called
@@ -331,7 +332,8 @@ class ParameterTable:
     def _release(self, name: str, tensor: torch.Tensor) -> int:
         is_freed = isinstance(tensor, nn.Parameter) and not is_absent(tensor)
         freed = tensor.untyped_storage().nbytes() if is_freed else 0
-        make_absent(tensor, name, owners=self.owners[name], device=self._home(tensor))
+        is_written = name in self.written
+        make_absent(tensor, name, owners=self.owners[name], device=self._home(tensor), is_written=is_written)
         tensor.grad = None
         return freed
 

@@ -7,6 +7,7 @@ In: a context. Out: findings. One job does several models.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -173,6 +174,20 @@ def _changing() -> Iterator[tuple[str, Callable[[], nn.Module], dict[str, Any]]]
     yield "many at once", lambda: Momentum(many), {"capture": "dynamo"}
     for name, make in changing_models.MODELS.items():
         yield name, make, {}
+    ways = changing_models.TRAINED
+    for name, more in (
+        ("new data", {}),
+        ("row", {"zero_stage": 2}),
+        ("in place", {"recompute": 0}),
+        ("several times", {"offload": "parameters"}),
+    ):
+        yield (
+            f"trained, {name}",
+            functools.partial(changing_models.Prototypes, ways[name]),
+            {"pipeline_num": 2, **more},
+        )
+    for name, way in changing_models.LATE.items():
+        yield f"trained, {name}", functools.partial(changing_models.LateChange, way), {"zero_stage": 1}
 
 
 def nonstrict_writing(context: Context) -> dict[str, Any]:
@@ -191,6 +206,9 @@ def nonstrict_writing(context: Context) -> dict[str, Any]:
                     alone.eval()
                 for optimizer in optimizers:
                     optimizer.zero_grad()
+                if step == 2 and name.startswith("trained"):
+                    for each in (model, alone):
+                        next(each.parameters()).requires_grad_(False)
                 with torch.set_grad_enabled(step < 3):
                     result, expected = compiled(rows[start:stop].clone()), alone(rows)
                 if step < 3:

@@ -406,10 +406,10 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
         ),
         (
             "nodes-stay-in-an-order-of-their-own",
-            "capture/node_order.py",
+            "capture/analysis.py",
             "_from_outputs(source.graph)",
             "source.graph.nodes",
-            unit("capture/node_order"),
+            unit("capture/analysis"),
         ),
         (
             "equal-values-of-two-outputs-are-one",

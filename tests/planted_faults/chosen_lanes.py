@@ -98,8 +98,8 @@ CHOSEN_LANES: tuple[Fault, ...] = tuple(
         (
             "stages-of-a-rank-read-new-buffers",
             "runtime/step/executor.py",
-            "OLD_VALUE if self._made_elsewhere(stage, name) else micro_batch",
-            "micro_batch",
+            "OLD_VALUE if is_parameter or self._made_elsewhere(stage, name) else micro_batch",
+            "OLD_VALUE if is_parameter else micro_batch",
             several("interleaved-buffers"),
         ),
         (

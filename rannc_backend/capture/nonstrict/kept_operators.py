@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from rannc_backend.capture.detached_writes import check_own_memory, innermost
 from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.capture.nonstrict.arguments import BatchSize
 from rannc_backend.capture.nonstrict.swapping import (
@@ -34,7 +35,6 @@ from rannc_backend.capture.nonstrict.swapping import (
     swapped,
     write_back,
 )
-from rannc_backend.capture.written_out import check_own_memory, innermost
 from rannc_backend.errors import UnsupportedModelError, needing_value
 from rannc_backend.passes.batch.row_wise import is_row_wise, row_wise
 from rannc_backend.passes.data_sizes import has_data_sizes

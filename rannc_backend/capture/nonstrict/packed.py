@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from rannc_backend.capture.aten_trace import traced_node
-from rannc_backend.capture.written_out import tensors_in
+from rannc_backend.capture.detached_writes import tensors_in
 from rannc_backend.errors import UnsupportedModelError, user_location
 from rannc_backend.passes import ctc
 from rannc_backend.passes.recurrent import call_recurrent, recurrent_mode

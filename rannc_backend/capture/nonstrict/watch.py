@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from rannc_backend.capture.aten_trace import RowsSymbol, fixed_rows, with_constants
+from rannc_backend.capture.detached_writes import DETACHING, name_of, needs_gradient, tensors_in
 from rannc_backend.capture.dynamo_sizes import holds_from_two
 from rannc_backend.capture.nonstrict import kept_modules, kept_operators, read_values, reads
 from rannc_backend.capture.nonstrict.guards import clock_outside, no_generators
@@ -43,7 +44,6 @@ from rannc_backend.capture.nonstrict.kept_modules import KeptModules
 from rannc_backend.capture.nonstrict.packed import PackedSequences, SelectedTargets
 from rannc_backend.capture.nonstrict.read_values import TracedValue
 from rannc_backend.capture.nonstrict.reads import Asked, Reads, Unknown, used_as_number
-from rannc_backend.capture.written_out import DETACHING, is_in_place, needs_gradient, tensors_in
 from rannc_backend.errors import (
     RanncError,
     UnsupportedModelError,
@@ -128,7 +128,8 @@ class Watch(TorchFunctionMode):
             )
         if func in _HOOKING or (func == _GRAD_FN and not args[0].is_leaf):
             raise needing_value(
-                f"the forward uses {'grad_fn' if func == _GRAD_FN else _name(func)}, and the backward of its graph would not call the hook",
+                f"the forward uses {'grad_fn' if func == _GRAD_FN else name_of(func)}, and the backward of its graph "
+                "would not call the hook",
                 user_location(trace),
                 cure="write a torch.autograd.Function whose backward changes the gradient; hooks of parameters "
                 "are registered outside of the forward.",
@@ -140,17 +141,6 @@ class Watch(TorchFunctionMode):
                 cure="give the tensor back as an output, and call retain_grad() on it behind the call.",
             )
         operands = list(filter(needs_gradient, tensors_in((args, kwargs))))
-        if (
-            operands
-            and not torch.is_grad_enabled()
-            and is_in_place(func)
-            and any(written is tensor for written in tensors_in(args[:1]) for tensor in operands)
-        ):
-            raise needing_value(
-                f"{_name(func)} changes a value that has a gradient in place while gradients are switched off",
-                user_location(trace),
-                cure="write it without the in-place operation.",
-            )
         guards, num_asked = self._rows.shape_env.guards, len(self._reads.places)
         first = len(guards)
         func = _WITHOUT_PLAIN_SIZES.get(func, func)
@@ -180,7 +170,7 @@ class Watch(TorchFunctionMode):
                 return self._read(func, args, kwargs, trace)
             if len(self._reads.places) > num_asked and reads.marked_as_check(error):
                 raise
-            raise _failed(_name(func), error, trace) from error
+            raise _failed(name_of(func), error, trace) from error
         if func is torch.Tensor.item and not isinstance(result, (bool, int, float, complex)):
             asked = Asked((TracedValue.of(args[0]),), _first, (args[0].detach(),))
             return Unknown(self._reads, lambda: user_trace(sys._getframe(2)), asked)
@@ -188,7 +178,7 @@ class Watch(TorchFunctionMode):
         self._note_sizes(result)
         self._selected.note(func, args, result)
         if self._rows.is_fixed():
-            raise fixed_rows(_name(func), user_location(trace))
+            raise fixed_rows(name_of(func), user_location(trace))
         # What autograd takes for a constant must be one where the graph runs under autograd later.
         return with_constants(result, operands)
 
@@ -470,7 +460,3 @@ def _first(value: Any) -> Any:
     while isinstance(value, list):
         (value,) = value
     return value
-
-
-def _name(func: Any) -> str:
-    return getattr(func, "__name__", None) or str(func)

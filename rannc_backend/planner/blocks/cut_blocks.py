@@ -344,8 +344,8 @@ class _Builder:
         for value, reader in saved_values(self._nodes_with_rows(), self.needs_grad):
             size = counted_bytes(value.meta.get("val"), self.least_elements)
             saved[block_of[value if value in block_of else reader]].append(size)
-        parameters = self._parameters(groups, block_of)
         outputs, buffers = self._returned(block_of, len(groups))
+        parameters = self._parameters(groups, block_of, buffers)
         input_kind = {item.name: item.kind for item in self.inputs}
         blocks = []
         first_of: dict[int, int] = {}  # what is computed again together -> its first block
@@ -419,13 +419,14 @@ class _Builder:
         return block_of[node] if node is not None else 0
 
     def _parameters(
-        self, groups: Sequence[Sequence[fx.Node]], block_of: dict[fx.Node, int]
+        self, groups: Sequence[Sequence[fx.Node]], block_of: dict[fx.Node, int], changed: Sequence[set[str]]
     ) -> list[set[str]]:
         names = {item.name: item.fqn for item in self.inputs if isinstance(item, ParameterInput)}
-        found = [
-            {names[item.name] for node in nodes for item in self.staged.reads[node] if item.name in names}
-            for nodes in groups
-        ]
+        found = [own.intersection(names.values()) for own in changed]
+        for own, nodes in zip(found, groups, strict=True):
+            own.update(
+                names[item.name] for node in nodes for item in self.staged.reads[node] if item.name in names
+            )
         for output in output_nodes(self.staged.rowwise):
             if output not in block_of:
                 behind = {names[item.name] for item in placeholders_behind(output) if item.name in names}

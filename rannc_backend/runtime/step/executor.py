@@ -184,9 +184,9 @@ class Executor:
 
     def _argument(self, stage: int, slot: StageSlot, micro_batch: int, state: StepState) -> torch.Tensor:
         match slot.kind:
-            case "parameter":
-                return self.tensors[slot.name] if self._copies is None else self._copies.of(stage, slot.name)
-            case "buffer":
+            case "parameter" if slot.name not in self.updated_buffers:
+                return self._parameter(stage, slot.name)
+            case "parameter" | "buffer":
                 return self._buffer(stage, slot.name, micro_batch, state)
             case "batch" | "boundary":
                 return state.inbox.pop((stage, slot.name, micro_batch))
@@ -203,15 +203,19 @@ class Executor:
         return [slot.name for slot in self.stages[stage].inputs if slot.kind == "parameter"]
 
     def _buffer(self, stage: int, name: str, micro_batch: int, state: StepState) -> torch.Tensor:
-        key = (name, OLD_VALUE if self._made_elsewhere(stage, name) else micro_batch)
+        is_parameter = name in self.parameter_names  # of which all micro-batches read one value
+        key = (name, OLD_VALUE if is_parameter or self._made_elsewhere(stage, name) else micro_batch)
         if key in state.buffers_read:
             return state.buffers_read[key]
-        tensor = self.tensors[name]
+        tensor = self._parameter(stage, name) if is_parameter else self.tensors[name]
         # Saved values may alias the argument, and the update after the forward writes the buffer in place.
         tensor = tensor.clone() if name in self.updated_buffers else tensor
         if state.training:
             state.buffers_read[key] = tensor
         return tensor
+
+    def _parameter(self, stage: int, name: str) -> torch.Tensor:
+        return self.tensors[name] if self._copies is None else self._copies.of(stage, name)
 
     def _made_elsewhere(self, stage: int, name: str) -> bool:
         """Whether another stage of this rank makes the new values of a buffer: then this one must not see them."""

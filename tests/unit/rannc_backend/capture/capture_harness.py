@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from rannc_backend.capture import graph as capture
+from rannc_backend.capture.analysis import in_order_of_arguments
 from rannc_backend.capture.first_trace import begin_symbolically
 from rannc_backend.capture.graph import CapturedGraph
-from rannc_backend.capture.node_order import in_order_of_arguments
 from rannc_backend.ir.graph_input import StateInput
 
 aten = torch.ops.aten

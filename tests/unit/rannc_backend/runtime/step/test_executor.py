@@ -41,7 +41,7 @@ def stage_of(*parameters: str) -> Any:
     )
 
 
-def executor_of(stages: dict[int, Any]) -> Executor:
+def executor_of(stages: dict[int, Any], **more: Any) -> Executor:
     world: Any = SimpleNamespace(
         rank=0,
         device=torch.device("cpu"),
@@ -50,16 +50,15 @@ def executor_of(stages: dict[int, Any]) -> Executor:
         ),
         monitor=SimpleNamespace(phase=lambda text: None),
     )
+    given: dict[str, Any] = {"tensors": {}, "buffers": {}, "updated_buffers": frozenset(), **more}
     return Executor(
         world=world,
         stages=stages,
         edges={},
-        tensors={},
-        buffers={},
         parameter_names={"a": "model.a", "b": "model.b", "tied": "model.tied"},
-        updated_buffers=frozenset(),
         limit_seconds=1.0,
         send_buffers=SendBuffers(torch.device("cpu")),
+        **given,
     )
 
 
@@ -81,6 +80,29 @@ def test_gradients_are_final_when_the_stages_that_make_them_have_begun_their_las
     waits = [Action(stage, ActionKind.WAIT_REDUCTIONS) for stage in (0, 3)]
     executor.run(tuple(waits), ["", ""], state)
     assert pending.num_finished == 2
+
+
+def test_micro_batches_read_what_a_changed_parameter_was() -> None:
+    """One that is not changed is read where it lies."""
+    read: list[list[torch.Tensor]] = []
+
+    def forward(args: list[torch.Tensor], destinations: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        read.append(list(args))
+        return [args[0] * 2.0], []
+
+    stage = stage_of("a", "b")
+    stage.forward = forward
+    stage.outputs = (SimpleNamespace(kind="buffer", name="new", fqn="model.a", once=True),)
+    tensors = {"a": torch.nn.Parameter(torch.ones(2)), "b": torch.nn.Parameter(torch.ones(2))}
+    executor = executor_of(
+        {0: stage}, tensors=tensors, buffers={"model.a": tensors["a"]}, updated_buffers=frozenset({"a"})
+    )
+    rows = RowTable(local_rows=(4,), num_micro_batches=2, stage_ranks=((0,),))
+    state = StepState(number=1, rows=rows, shapes=shapes_of({}), inputs={}, scalars={}, training=True)
+    forwards = tuple(Action(0, ActionKind.FORWARD, micro_batch) for micro_batch in range(2))
+    executor.run(forwards, ["", ""], state)
+    assert tensors["a"].tolist() == [2.0, 2.0] and [args[0].tolist() for args in read] == [[1.0, 1.0]] * 2
+    assert all(args[1] is tensors["b"] for args in read)
 
 
 def test_a_rank_with_one_stage_has_nothing_of_others_to_come() -> None:

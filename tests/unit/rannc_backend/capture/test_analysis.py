@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rannc_backend.capture.node_order import in_order_of_arguments
+from rannc_backend.capture.analysis import in_order_of_arguments
 from tests.unit.rannc_backend.capture.capture_harness import capture_call, fresh_dynamo
 
 
