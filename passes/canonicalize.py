@@ -5,6 +5,7 @@ In: a functional ATen graph with `meta["val"]`. Out: the same computation in whi
 - no operator does nothing but name other strides for the same elements,
 - operators that stand for in-place ones (`aten.copy`, random fills, writing a slice) are differentiable, for
   complex numbers too,
+- what is squeezed is named,
 - there are no assertions, and nothing is computed that no output needs.
 """
 
@@ -239,6 +240,37 @@ class ComplexScatters(GraphPass):
         return graph_module
 
 
+@dataclass(frozen=True, slots=True)
+class NamedSqueezes(GraphPass):
+    """Let `x.squeeze()` and `x.squeeze(dim)` name the dimensions that they leave out: those of one element in the trace.
+
+    Where a graph runs for a slice of one row, the operators as they were would leave out the rows as well.
+    """
+
+    name: ClassVar[str] = "named_squeezes"
+    requires: ClassVar[frozenset[str]] = frozenset({"functional"})
+    provides: ClassVar[frozenset[str]] = frozenset({"named_squeezes"})
+
+    def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        graph = graph_module.graph
+        for node in list(graph.nodes):
+            if getattr(node.target, "overloadpacket", None) not in _SQUEEZES:
+                continue
+            value, *dims = node.args
+            shape = value.meta["val"].shape
+            named = range(len(shape)) if not dims else dims[0] if isinstance(dims[0], Sequence) else dims
+            single = sorted(
+                {dim % max(len(shape), 1) for dim in named} & {i for i, n in enumerate(shape) if _is_one(n)}
+            )
+            if single:
+                node.target, node.args = aten.squeeze.dims, (value, single)
+            else:
+                node.replace_all_uses_with(value)
+                graph.erase_node(node)
+        return graph_module
+
+
+_SQUEEZES = frozenset(getattr(aten, name) for name in ("squeeze", "squeeze_copy"))
 _SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default)
 _RANDOM_FILLS = (aten.normal_functional.default, aten.bernoulli.p, aten.bernoulli.Tensor)
 
@@ -255,6 +287,7 @@ CANONICALIZE: Sequence[GraphPass] = (
     FoldConstants(),
     DifferentiableFills(),
     ComplexScatters(),
+    NamedSqueezes(),
 )
 #: What holds for a traced graph, and what for one that has become canonical.
 TRACED = frozenset({"functional"})
@@ -277,6 +310,11 @@ def _scatter_pairs(
     else:
         pairs = torch.view_as_real(source)
     return torch.view_as_complex(operator(torch.view_as_real(value), pairs, **options).contiguous())
+
+
+def _is_one(size: Any) -> bool:
+    """Whether a size is the number 1, and no symbol."""
+    return isinstance(size, int) and size == 1
 
 
 def _name(target: object) -> str:

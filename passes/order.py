@@ -38,6 +38,7 @@ PIPELINE: tuple[Level, ...] = (
             "fold_constants",
             "differentiable_fills",
             "complex_scatters",
+            "named_squeezes",
         ),
     ),
     Level(

@@ -208,6 +208,7 @@ class Deployer:
             size_tests=analysis.captured.size_tests,
             lengths=analysis.captured.lengths,
             reach=analysis.reach,
+            rows_per_slice=analysis.rows_per_slice,
         )
 
     def _num_micro_batches(self, analysis: GraphAnalysis) -> int:
@@ -218,8 +219,7 @@ class Deployer:
         if most > 1:
             raise UnsupportedModelError(
                 f"operator {whole.operator} mixes the samples of a batch ({whole.reason}), which needs the "
-                "whole batch on one replica, and the plan that was made for an earlier call of this model has "
-                "several",
+                "whole batch on one replica, and the plan of an earlier call of this model has several",
                 location=user_location(whole.stack_trace),
                 cure="make the first call one that mixes samples too, or set replica_num to 1.",
             )

@@ -211,6 +211,7 @@ class Quantized(nn.Module):
 
 def _shrink(weight: nn.Parameter) -> None:
     weight.data.clamp_(-0.3, 0.3)
+    weight.data.mul_(0.9)
 
 
 def _normalize(weight: nn.Parameter) -> None:

@@ -63,6 +63,18 @@ class GraphAnalysis:
         }
 
     @property
+    def rows_per_slice(self) -> int:
+        """The fewest rows that a slice of the batch may have: two where batch normalization has one value of each channel in
+        a row, and would have no variance of one.
+        """
+        layouts = self.split.layouts
+        normed = [
+            node.args[0] for node in self.split.rowwise.graph.nodes if is_statistic(layouts.get(node.name))
+        ]
+        shapes = [item.meta["val"].shape[2:] for item in normed if isinstance(item, fx.Node)]
+        return 1 + any(all(isinstance(size, int) and size == 1 for size in shape) for shape in shapes)
+
+    @property
     def parameters_with_gradient(self) -> Mapping[str, str]:
         """Those of `trained_parameters` that a gradient of an output reaches; `p.grad` of the others stays as it is, as
         in one process.

@@ -310,7 +310,7 @@ AREAS = (
     ),
     Area(
         name="outputs that bring gradients",
-        files={"capture/analysis.py": 2},
+        files={"capture/analysis.py": 3},
         tests=(
             "tests/distributed/test_loops.py::test_a_loop_equals_one_process[some_outputs-2]",
             *equal("batch_norm_replicas", "several_outputs"),

@@ -85,6 +85,20 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
             ("tests/distributed/test_gate.py::test_the_gate[fails-in_the_trace]",),
         ),
         (
+            "one-row-has-a-variance",
+            "capture/analysis.py",
+            "return 1 + any(all(",
+            "return 1 + all(any(",
+            unit("capture/analysis"),
+        ),
+        (
+            "slices-of-one-row-lose-it",
+            "passes/canonicalize.py",
+            "node.target, node.args = aten.squeeze.dims, (value, single)",
+            "pass",
+            passes("canonicalize"),
+        ),
+        (
             "constants-keep-the-shape-of-a-sum",
             "passes/canonicalize.py",
             "            elif node.target in _LIKE:\n                _fill_like(graph, node)\n",

@@ -30,7 +30,9 @@ LENGTHS_CURE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSettings:
-    """What of the configuration a step depends on."""
+    """What of the configuration a step depends on. `rows_per_slice`: the fewest rows that a replica may have in a
+    micro-batch.
+    """
 
     stage_ranks: tuple[tuple[int, ...], ...]
     num_micro_batches: int
@@ -43,6 +45,7 @@ class RuntimeSettings:
     size_tests: tuple[SizeTest, ...] = ()
     lengths: tuple[Length, ...] = ()
     reach: Reach = field(default_factory=Reach)
+    rows_per_slice: int = 1
 
     def share(self, num_ranks: int) -> float:
         """Of a rank in the gradient of an output's rows."""
@@ -124,7 +127,7 @@ def local_rows_of(inputs: Sequence[UserInput], tensors: Mapping[str, torch.Tenso
 
 
 def row_table_of(settings: RuntimeSettings, rows_by_rank: tuple[int, ...]) -> RowTable:
-    """Where the rows of a step are. Raises TooFewSamplesError, BatchSizeTestError."""
+    """Where the rows of a step are. Raises TooFewSamplesError, BatchSizeTestError, UserInputError."""
     most_replicas = max(len(ranks) for ranks in settings.stage_ranks)
     table = RowTable(
         local_rows=rows_by_rank,
@@ -136,8 +139,15 @@ def row_table_of(settings: RuntimeSettings, rows_by_rank: tuple[int, ...]) -> Ro
         raise TooFewSamplesError(num_samples=table.global_rows, num_replicas=most_replicas)
     if (broken := first_broken(settings.size_tests, table.global_rows)) is not None:
         raise BatchSizeTestError(broken.text, num_rows=table.global_rows, location=broken.location)
-    number = min(settings.num_micro_batches, table.global_rows // most_replicas)
-    return replace(table, num_micro_batches=number)
+    most = table.global_rows // (most_replicas * settings.rows_per_slice)
+    if most == 0:
+        raise UserInputError(
+            f"batch normalization needs two values of each channel to train, and a batch of {table.global_rows} rows "
+            f"has one on some of {most_replicas} replicas",
+            cure="drop the last batch (drop_last=True in the DataLoader), or set the option batch_norm='global', which "
+            "takes statistics over all rows.",
+        )
+    return replace(table, num_micro_batches=min(settings.num_micro_batches, most))
 
 
 def check_replicated(inputs: Sequence[UserInput], digests_by_rank: Sequence[Sequence[float]]) -> None:

@@ -153,6 +153,13 @@ CANONICAL_CASES: dict[str, Callable[[], Case]] = {
     "differentiable_fills/normal": lambda: _traced(
         canonicalize.DifferentiableFills(), lambda x: aten.normal_functional(x), X
     ),
+    "named_squeezes/rows": lambda: _traced(
+        canonicalize.NamedSqueezes(),
+        lambda x, y: (x.unsqueeze(1).squeeze(), x.squeeze(0) + 1, y.squeeze(-1), y.squeeze((0, 1, 2))),
+        X,
+        torch.zeros(X.shape[0], 1, 1),
+        mode="symbolic",
+    ),
     "complex_scatters/slice": lambda: _traced(
         canonicalize.ComplexScatters(), _slice_of_pairs, X, torch.zeros(1, 3)
     ),

@@ -14,6 +14,7 @@ from rannc_backend.passes.canonicalize import (
     CANONICALIZE,
     IN_PARTS,
     ComplexScatters,
+    NamedSqueezes,
     DifferentiableFills,
     EraseAssertions,
     EraseRestriding,
@@ -145,7 +146,26 @@ def test_nothing_to_do():
         FoldConstants,
         DifferentiableFills,
         ComplexScatters,
+        NamedSqueezes,
     ]
+
+
+def test_a_slice_of_one_row_keeps_its_rows():
+    """As `scores.squeeze()` has them in a step of more."""
+
+    def function(x):
+        return (
+            x.unsqueeze(2).squeeze().cumsum(1) + x.squeeze(0),
+            x.t().squeeze(),
+            x.mean(1, keepdim=True).squeeze().sin(),
+        )
+
+    x = torch.randn(4, 3)
+    graph = make_fx(function, tracing_mode="symbolic")(x)
+    named, _ = run_passes(with_facts(graph, CANONICAL), CANONICALIZE)
+    for rows in (x, x[:1], x[2:3]):
+        assert [tuple(value.shape) for value in named(rows)] == [(len(rows), 3), (3, len(rows)), (len(rows),)]
+        torch.testing.assert_close(named(rows)[2], rows.mean(1).sin())
 
 
 def test_other_strides_of_single_elements_are_nothing():

@@ -72,6 +72,7 @@ def test_no_pass_requires_what_nobody_gives() -> None:
 SWAPPED = [
     ("erase_assertions", "fold_constants"),
     ("complex_scatters", "decompose_reductions"),
+    ("named_squeezes", "decompose_reductions"),
     ("decompose_reductions", "batch_axis"),
     ("batch_axis", "randomness"),
     ("randomness", "split_reductions"),

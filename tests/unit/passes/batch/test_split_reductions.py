@@ -173,6 +173,7 @@ STEPS: dict[str, tuple[Callable[..., Any], bool]] = {
     "log_of_mean": (lambda z: z.exp().mean().log(), False),
     "covariance": (lambda z: (z.t() @ z / z.shape[0]).pow(2).sum(), False),
     "dot": (lambda z: torch.dot(z[:, 0], z[:, 1]), True),
+    "vdot": (lambda z: torch.vdot(z[:, 0], z[:, 1]), True),
     "balance": (lambda z: (z.softmax(-1).mean(0) * F.one_hot(z.argmax(-1), 3).double().mean(0)).sum() * 3, False),
     "counts": (lambda z, y: (z.sum(), (y != -100).sum(), (y == -100).any(), (y > 5).all(), torch.count_nonzero(y)), True),
     "accuracy": (lambda z, y: (F.cross_entropy(z, y), (z.argmax(-1) == y).double().mean()), True),

@@ -13,8 +13,8 @@ from rannc_backend.errors import UserInputError
 from rannc_backend.stages.graph_dump import pass_dump
 
 # Of a stage that trains, with operators that run one by one: forward and backward are boxed.
-PASSES = """erase_assertions erase_restriding fold_constants differentiable_fills complex_scatters decompose_reductions
-batch_axis randomness split_reductions split_stages lift_constants any_layout secure_outputs trace_joint equal_values
+PASSES = """erase_assertions erase_restriding fold_constants differentiable_fills complex_scatters named_squeezes
+decompose_reductions batch_axis randomness split_reductions split_stages lift_constants any_layout secure_outputs trace_joint equal_values
 split_joint secure_gradients gradient_buckets box box""".split()
 
 
@@ -38,9 +38,9 @@ def test_every_pass_of_a_compile_is_logged_and_written(
     assert {name for name in begins if not any(file.startswith(name) for file in after)} == set()
     assert {name[:2] for name in texts} == {name[:2] for name in begins}
     assert "tanh" in texts["01_erase_assertions_before.txt"]
-    assert {"17_secure_gradients.txt", "16_split_joint_forward.txt"} <= texts.keys()
-    assert "write_product_" in texts["18_gradient_buckets.txt"]
-    assert "write_product_" not in texts["17_secure_gradients.txt"]
+    assert {"18_secure_gradients.txt", "17_split_joint_forward.txt"} <= texts.keys()
+    assert "write_product_" in texts["19_gradient_buckets.txt"]
+    assert "write_product_" not in texts["18_secure_gradients.txt"]
     logged = [record.getMessage().split(":")[0] for record in caplog.records]
     # The planner runs passes too, which are logged and not written.
     assert set(PASSES) <= set(logged)
