@@ -172,6 +172,13 @@ CHOSEN_CHANGING: tuple[Fault, ...] = tuple(
             unit("capture/written_out"),
         ),
         (
+            "replaced-objects-are-copies",
+            "capture/nonstrict/guards.py",
+            "_is_copy(*keys, depth - 1) and _is_copy(one[keys[0]], other[keys[1]], depth - 1)",
+            "_is_copy(*keys, depth - 1)",
+            unit("capture/nonstrict/captures"),
+        ),
+        (
             "longer-lists-are-put-back-item-by-item",
             "capture/nonstrict/guards.py",
             "if isinstance(self.holder, list) and len(current) != len(self.known):",

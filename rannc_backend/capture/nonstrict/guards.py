@@ -40,6 +40,7 @@ _OPAQUE = (
     *(FunctionType, MethodType, BuiltinFunctionType, ModuleType, type, nn.Module, torch.Tensor),
     logging.Logger,  # what it has said before
 )
+_PLAIN_SIZE = type("_Plain", (), {}).__basicsize__  # of objects that have nothing but their attributes
 _MISSING = object()
 _ALL = object()  # the key of all items of a list that has become longer or shorter
 
@@ -262,7 +263,33 @@ def _same(before: Any, now: Any) -> bool:
         return all(isinstance(each(), torch.Tensor | None) for each in (before, now))
     if type(before) is list and type(now) is list:
         return len(before) == len(now) and all(map(_same, before, now))
-    return type(before) is type(now) and _is_plain(before) and bool(before == now)
+    if type(before) is type(now) and _is_plain(before):
+        return bool(before == now)
+    return _is_copy(before, now, _MAX_DEPTH)
+
+
+def _is_copy(before: Any, now: Any, depth: int) -> bool:
+    """Whether an object was replaced by one of the same class with the same members, as a library does that keeps its state
+    in objects which it never changes. Their tensors are the same ones.
+    """
+    if before is now:
+        return True
+    if type(before) is not type(now) or isinstance(before, _OPAQUE) or depth < 0:
+        return False
+    if _is_plain(before):
+        return bool(before == now)
+    if isinstance(before, set):
+        return all(map(_is_plain, before | now)) and before == now
+    if isinstance(before, dict | list | tuple):
+        one, other = _items(before), _items(now)
+    elif type(before).__basicsize__ == _PLAIN_SIZE and isinstance(getattr(before, "__dict__", None), dict):
+        one, other = vars(before), vars(now)
+    else:
+        return False
+    return len(one) == len(other) and all(
+        _is_copy(*keys, depth - 1) and _is_copy(one[keys[0]], other[keys[1]], depth - 1)
+        for keys in zip(one, other, strict=True)
+    )
 
 
 def _is_plain(value: object) -> bool:

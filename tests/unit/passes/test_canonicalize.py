@@ -14,11 +14,11 @@ from rannc_backend.passes.canonicalize import (
     CANONICALIZE,
     IN_PARTS,
     ComplexScatters,
-    NamedSqueezes,
     DifferentiableFills,
     EraseAssertions,
     EraseRestriding,
     FoldConstants,
+    NamedSqueezes,
 )
 from rannc_backend.passes.pipeline import count_ops, run_passes, with_facts
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -179,7 +180,7 @@ class _Switched(Ends):
         super().__init__()
         self.scale = 2.0
         self.settings = {"shift": 0.5, "powers": [1, 2]}
-        self.options = Options()
+        self.options, self.numbers = Options(), Numbers(0)
 
     def middle(self, x: Tensor) -> Tensor:
         x = x * self.scale + self.settings["shift"] + FACTOR * cell_reader()
@@ -200,6 +201,14 @@ class Inner:
 
     def __init__(self) -> None:
         self.doubled = False
+
+
+class Other(Inner):
+    """With the same members."""
+
+
+class Numbers(random.Random):
+    """What it has is no member."""
 
 
 FACTOR = 3.0
@@ -236,7 +245,8 @@ CHANGES = {
     "item": (lambda model: model.settings.update(shift=1.0), "the model.settings['shift']"),
     "item of a list": (lambda model: model.settings["powers"].append(3), "powers"),
     "object": (lambda model: setattr(model.options.inner, "doubled", True), "doubled"),
-    "another object": (lambda model: setattr(model.options, "inner", Inner()), "options.inner"),
+    "another object": (lambda model: setattr(model.options, "inner", Other()), "options.inner"),
+    "another object with hidden state": (lambda model: setattr(model, "numbers", Numbers(1)), "numbers"),
     "mode": (lambda model: model.eval(), "training"),
     "global": (_replace_global, "FACTOR"),
     "function": (_replace_function, "cell_reader"),
@@ -275,6 +285,10 @@ def test_a_value_that_is_set_to_what_it_was_changes_nothing() -> None:
     model.settings["powers"] = model.settings["powers"]
     model.last.weight.data.zero_()
     assert serves(capture, model, batch(4)) == ""
+    model.options.inner = Inner()
+    assert serves(capture, model, batch(4)) == ""
+    model.options.inner.doubled = True
+    assert "options.inner" in serves(capture, model, batch(4))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, lambda: torch.autocast("cpu"), torch.inference_mode])
@@ -426,6 +440,55 @@ def test_a_cache_that_is_filled_once_is_no_change() -> None:
     assert model.cache == {"scale": 2.0} and serves(capture, model, batch(4)) == ""
     model.cache["scale"] = 3.0
     assert "scale" in serves(capture, model, batch(4))
+
+
+class _State:
+    """As einx keeps it: an object that is never changed, but replaced."""
+
+    def __init__(self, **values: Any) -> None:
+        self.kinds = dict(values)
+        self.seen, self.order = {"torch", *values}, [tuple(values)]
+        self.table = torch.ones(3)
+
+
+def _copy_of(state: _State, *seen: str, **more: Any) -> _State:
+    made = _State(**state.kinds | more)
+    made.table = state.table
+    made.seen |= state.seen.union(seen)
+    return made
+
+
+STATE = types.SimpleNamespace(value=_State(scale=2.0))
+
+
+@pytest.mark.parametrize("what", ["a copy", "another value", "another key", "another set", "another tensor"])
+def test_an_object_that_is_replaced_by_a_copy_is_no_change(what: str) -> None:
+    """Others are: a graph that is captured has the values that the first call found."""
+    changes: dict[str, Callable[[], _State]] = {
+        "a copy": lambda: _copy_of(STATE.value),
+        "another value": lambda: _copy_of(STATE.value, scale=STATE.value.kinds["scale"] + 1.0),
+        "another key": lambda: _copy_of(STATE.value, **{f"scale{len(STATE.value.kinds)}": 2.0}),
+        "another set": lambda: _copy_of(STATE.value, str(len(STATE.value.seen))),
+        "another tensor": lambda: _State(scale=2.0),
+    }
+
+    class Replacing(Ends):
+        def middle(self, x: Tensor) -> Tensor:
+            STATE.value = changes[what]()
+            return x * STATE.value.kinds["scale"]
+
+    STATE.value = _State(scale=2.0)
+    model = Replacing()
+    if what != "a copy":
+        with pytest.raises(UnsupportedModelError, match="changes .*STATE.value"):
+            captured(model, batch(4))
+        return
+    capture = captured(model, batch(4))
+    model(batch(4))
+    assert serves(capture, model, batch(4)) == ""
+    torch.testing.assert_close(results(capture, model, batch(4)), model(batch(4)))
+    STATE.value = _copy_of(STATE.value, scale=3.0)
+    assert "STATE" in serves(capture, model, batch(4))
 
 
 def test_tensors_have_one_place_and_all_their_names() -> None:
