@@ -37,6 +37,13 @@ CHOSEN_ECOSYSTEM: tuple[Fault, ...] = tuple(
         ("files-outside", _FILES, "if name != os.path.basename(name) or", "if", _ONE),
         ("an-index-that-lies", _FILES, "            self._require_all()\n", "", _ONE),
         (
+            "elements-of-early-pythons-are-refused",
+            _READER,
+            'if (module, name) == ("builtins", "getattr"):',
+            'if (module, name) == ("builtins", "setattr"):',
+            _TWO,
+        ),
+        (
             "any-class-in-metadata",
             _READER,
             "        _refuse(module, name)\n",

@@ -4,6 +4,7 @@ refused.
 
 from __future__ import annotations
 
+import enum
 import os
 import pickle
 from collections.abc import Callable
@@ -55,6 +56,23 @@ def test_read(theirs: Path) -> None:
     expected, moments = _run(0)
     _same(model.state_dict(), expected.state_dict())
     _same(optimizer.state_dict(), moments.state_dict())
+
+
+class _EarlyPython(pickle.Pickler):
+    """Writes elements of enumerations as the first releases of Python 3.11 do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, enum.Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+def test_read_what_another_python_has_written(theirs: Path) -> None:
+    metadata = pickle.loads((theirs / ".metadata").read_bytes())
+    with open(theirs / ".metadata", "wb") as file:
+        _EarlyPython(file).dump(metadata)
+    assert b"getattr" in (theirs / ".metadata").read_bytes()
+    test_read(theirs)
 
 
 def test_there_and_back(tmp_path: Path) -> None:
@@ -145,12 +163,18 @@ class _Runs:
         return os.system, ("touch $RANNC_MARK",)
 
 
+class _Asks:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (torch.Size, "numel")
+
+
 def _changed(path: Path, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(change(path.read_bytes()))
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "metadata runs code": lambda path: (path / ".metadata").write_bytes(pickle.dumps(_Runs())),
+    "metadata asks for what it likes": lambda path: (path / ".metadata").write_bytes(pickle.dumps(_Asks())),
     "a tensor runs code": lambda path: _changed(
         path / "__0_0.distcp", lambda content: pickle.dumps(_Runs()).ljust(len(content), b"\0")
     ),
