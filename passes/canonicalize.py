@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from rannc_backend.passes.graph_queries import size_expression, symbols_in
+from rannc_backend.passes.graph_queries import is_one, size_expression, symbols_in
 from rannc_backend.passes.pipeline import GraphPass
 from rannc_backend.passes.tracing import inline, trace_function
 
@@ -260,7 +260,7 @@ class NamedSqueezes(GraphPass):
             shape = value.meta["val"].shape
             named = range(len(shape)) if not dims else dims[0] if isinstance(dims[0], Sequence) else dims
             single = sorted(
-                {dim % max(len(shape), 1) for dim in named} & {i for i, n in enumerate(shape) if _is_one(n)}
+                {dim % max(len(shape), 1) for dim in named} & {i for i, n in enumerate(shape) if is_one(n)}
             )
             if single:
                 node.target, node.args = aten.squeeze.dims, (value, single)
@@ -270,7 +270,7 @@ class NamedSqueezes(GraphPass):
         return graph_module
 
 
-_SQUEEZES = frozenset(getattr(aten, name) for name in ("squeeze", "squeeze_copy"))
+_SQUEEZES = (aten.squeeze, aten.squeeze_copy)
 _SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default)
 _RANDOM_FILLS = (aten.normal_functional.default, aten.bernoulli.p, aten.bernoulli.Tensor)
 
@@ -310,11 +310,6 @@ def _scatter_pairs(
     else:
         pairs = torch.view_as_real(source)
     return torch.view_as_complex(operator(torch.view_as_real(value), pairs, **options).contiguous())
-
-
-def _is_one(size: Any) -> bool:
-    """Whether a size is the number 1, and no symbol."""
-    return isinstance(size, int) and size == 1
 
 
 def _name(target: object) -> str:

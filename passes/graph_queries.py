@@ -148,6 +148,11 @@ def symbols_in(value: Any) -> set[sympy.Symbol]:
     return {symbol for expression in symbolic for symbol in expression.free_symbols}
 
 
+def is_one(size: Any) -> bool:
+    """Whether a size is the number 1, and no symbol."""
+    return isinstance(size, int) and size == 1
+
+
 def size_expression(size: Any) -> sympy.Expr:
     """A size (int or SymInt) as a sympy expression."""
     return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else sympy.sympify(size)

@@ -22,7 +22,7 @@ from rannc_backend.passes.batch.operator_call import (
     wrap_dim,
     wrap_dims,
 )
-from rannc_backend.passes.graph_queries import size_expression
+from rannc_backend.passes.graph_queries import is_one, size_expression
 from rannc_backend.passes.size_nodes import Size, exact_quotient
 
 Rule = Callable[[Call], Layout]
@@ -99,7 +99,7 @@ def repeat(call: Call) -> Layout:
             call.refuse(
                 f"makes a value of size {call.value.shape[dims[0]]}, which is no multiple of the batch size"
             )
-        return Rows(dims[0], 1, multiple, uniform=isinstance(size, int) and size == 1)
+        return Rows(dims[0], 1, multiple, uniform=is_one(size))
     times = call["repeats"][layout.dim + shift]
     if not isinstance(times, int):
         call.refuse("repeats the batch as often as it has rows")

@@ -30,7 +30,7 @@ from rannc_backend.passes.batch.layouts import KeyCounts
 from rannc_backend.passes.batch.split_reductions import BatchSplit, UserRows, UserScalar, split_batch
 from rannc_backend.passes.data_sizes import bound_data_sizes
 from rannc_backend.passes.fixed_sizes import at_numbers
-from rannc_backend.passes.graph_queries import output_values, placeholders, size_expression
+from rannc_backend.passes.graph_queries import is_one, output_values, placeholders, size_expression
 from rannc_backend.passes.kept_functions import runs_whole
 from rannc_backend.passes.pipeline import PassError
 from rannc_backend.passes.size_nodes import Size, plain_at
@@ -72,7 +72,7 @@ class GraphAnalysis:
             node.args[0] for node in self.split.rowwise.graph.nodes if is_statistic(layouts.get(node.name))
         ]
         shapes = [item.meta["val"].shape[2:] for item in normed if isinstance(item, fx.Node)]
-        return 1 + any(all(isinstance(size, int) and size == 1 for size in shape) for shape in shapes)
+        return 1 + any(all(map(is_one, shape)) for shape in shapes)
 
     @property
     def parameters_with_gradient(self) -> Mapping[str, str]:

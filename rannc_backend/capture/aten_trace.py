@@ -15,6 +15,7 @@ Private to torch here: what functional tensors know of their changes, and Dynamo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -193,7 +194,7 @@ def trace_function(
         for item in inputs
     ]
     mutated: list[int] = []
-    writes = DetachedWrites(is_with_gradients=torch.is_grad_enabled())
+    make_writes = functools.partial(DetachedWrites, is_with_gradients=torch.is_grad_enabled())
     num_user_outputs = 0
 
     def counted(*tensors: torch.Tensor) -> tuple[Any, ...]:
@@ -207,7 +208,7 @@ def trace_function(
         # A table in any case: without one torch 2.14 makes `alias` of `detach`, and gradients go on where the
         # model stops them.
         graph_module = make_fx(
-            _functionalized(counted, writes, mutated, len(numbers) + len(floats)),
+            _functionalized(counted, make_writes, mutated, len(numbers) + len(floats)),
             decomposition_table=_table(),
             record_module_stack=True,
         )(*numbers, *floats.values(), *fakes)
@@ -285,7 +286,10 @@ def _fake_input(
 
 
 def _functionalized(
-    forward: Callable[..., tuple[Any, ...]], writes: DetachedWrites, mutated: list[int], num_lengths: int
+    forward: Callable[..., tuple[Any, ...]],
+    make_writes: Callable[[], DetachedWrites],
+    mutated: list[int],
+    num_lengths: int,
 ) -> Callable[..., tuple[Any, ...]]:
     """`forward` without mutation, behind numbers that it has already; new values of mutated inputs are appended
     to its outputs, their indices to `mutated`.
@@ -296,7 +300,7 @@ def _functionalized(
         exclude = torch._C._ExcludeDispatchKeyGuard(
             torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
         )
-        with exclude, FunctionalTensorMode(), PlainOperators(), BagsAsRows(), writes:
+        with exclude, FunctionalTensorMode(), PlainOperators(), BagsAsRows(), make_writes() as writes:
             wrapped = [FunctionalTensor.to_functional(tensor) for tensor in tensors]
             writes.begin(wrapped)
             outputs = forward(*wrapped)

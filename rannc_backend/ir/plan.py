@@ -177,11 +177,11 @@ class StagePlan(_Record):
 
     `nodes`: non-constant node names in topological order. `modules`: paths of the user's modules, in order of
     first use.
-    `parameters`: primary dotted names of the parameters read here. `updated_buffers`: dotted names of buffers
-    whose new value is computed here. `recompute`: share of the activations that may be kept (1.0 keeps what
-    the partitioner likes to keep, 0.0 only what the stage receives; 0.001, `SEGMENTS_BUDGET`: what each segment
-    receives). `at_rows`: costs at the numbers of rows
-    that other numbers of micro-batches would give a replica, ascending. `received_bytes_per_row`,
+    `parameters`: primary dotted names of the parameters read here. `updated_buffers`: dotted names of buffers,
+    and of trained parameters that the forward changes, whose new value is computed here.
+    `recompute`: share of the activations that may be kept (1.0 keeps what the partitioner likes to keep, 0.0 only
+    what the stage receives; 0.001, `SEGMENTS_BUDGET`: what each segment receives). `at_rows`: costs at the numbers
+    of rows that other numbers of micro-batches would give a replica, ascending. `received_bytes_per_row`,
     `gradient_bytes_per_row`: the message from the stage before, and the gradients that go back to it.
     `num_buckets`: messages in which the gradients are all-reduced.
     """

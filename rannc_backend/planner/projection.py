@@ -24,9 +24,7 @@ from rannc_backend.passes.stage.recompute import NOTHING_RECOMPUTED, Recomputed
 from rannc_backend.planner.blocks.staged_nodes import (
     StagedGraph,
     find_staged_nodes,
-    home_of_cloned,
-    output_nodes,
-    placeholders_behind,
+    parameters_read,
 )
 from rannc_backend.planner.blocks.told_recompute import told_recompute
 from rannc_backend.settings.choices import SEGMENTS_BUDGET
@@ -79,17 +77,7 @@ def _check_users(node: fx.Node, planned: Mapping[str, int], staged: StagedGraph)
 def _check_parameters(
     plan: Plan, staged: StagedGraph, inputs: Sequence[GraphInput], planned: Mapping[str, int]
 ) -> None:
-    names = {item.name: item.fqn for item in inputs if isinstance(item, ParameterInput)}
-    read = [set(stage.updated_buffers).intersection(names.values()) for stage in plan.stages]
-    for node in staged.nodes:
-        read[planned[node.name]].update(names[item.name] for item in staged.reads[node] if item.name in names)
-    for output in output_nodes(staged.rowwise):
-        if output not in staged.reads:
-            home = home_of_cloned(staged, output)
-            number = planned[home.name] if home is not None else 0
-            read[number].update(
-                names[item.name] for item in placeholders_behind(output) if item.name in names
-            )
+    read = parameters_read(staged, inputs, planned, [stage.updated_buffers for stage in plan.stages])
     for stage, wanted in zip(plan.stages, read, strict=True):
         if extra := sorted(set(stage.parameters) - wanted):
             raise PlanError(

@@ -241,7 +241,10 @@ AREAS = (
     Area(
         name="new values",
         files={"runtime/gradients/new_values.py": 2},
-        tests=("tests/distributed/test_zero.py::test_zero[optimizers-adamw-2,2-level1]",),
+        tests=(
+            *unit("runtime/gradients/new_values"),
+            "tests/distributed/test_zero.py::test_zero[optimizers-adamw-2,2-level1]",
+        ),
     ),
     Area(
         name="buckets in graphs",

@@ -263,8 +263,6 @@ def _same(before: Any, now: Any) -> bool:
         return all(isinstance(each(), torch.Tensor | None) for each in (before, now))
     if type(before) is list and type(now) is list:
         return len(before) == len(now) and all(map(_same, before, now))
-    if type(before) is type(now) and _is_plain(before):
-        return bool(before == now)
     return _is_copy(before, now, _MAX_DEPTH)
 
 

@@ -49,7 +49,7 @@ from rannc_backend.planner.blocks.staged_nodes import (
     find_staged_nodes,
     home_of_cloned,
     output_nodes,
-    placeholders_behind,
+    parameters_read,
 )
 from rannc_backend.planner.blocks.structures import Kinds, block_structure
 from rannc_backend.planner.cluster.cluster import Cluster, Device
@@ -345,7 +345,8 @@ class _Builder:
             size = counted_bytes(value.meta.get("val"), self.least_elements)
             saved[block_of[value if value in block_of else reader]].append(size)
         outputs, buffers = self._returned(block_of, len(groups))
-        parameters = self._parameters(groups, block_of, buffers)
+        place_of = {node.name: index for node, index in block_of.items()}
+        parameters = parameters_read(self.staged, self.inputs, place_of, buffers)
         input_kind = {item.name: item.kind for item in self.inputs}
         blocks = []
         first_of: dict[int, int] = {}  # what is computed again together -> its first block
@@ -417,21 +418,6 @@ class _Builder:
         """The block with which an output is returned."""
         node = output if output in block_of else home_of_cloned(self.staged, output)
         return block_of[node] if node is not None else 0
-
-    def _parameters(
-        self, groups: Sequence[Sequence[fx.Node]], block_of: dict[fx.Node, int], changed: Sequence[set[str]]
-    ) -> list[set[str]]:
-        names = {item.name: item.fqn for item in self.inputs if isinstance(item, ParameterInput)}
-        found = [own.intersection(names.values()) for own in changed]
-        for own, nodes in zip(found, groups, strict=True):
-            own.update(
-                names[item.name] for node in nodes for item in self.staged.reads[node] if item.name in names
-            )
-        for output in output_nodes(self.staged.rowwise):
-            if output not in block_of:
-                behind = {names[item.name] for item in placeholders_behind(output) if item.name in names}
-                found[self._home(output, block_of)].update(behind)
-        return found
 
     def _parameter_uses(self, parameters: Sequence[set[str]]) -> tuple[ParameterUse, ...]:
         used = set().union(*parameters)

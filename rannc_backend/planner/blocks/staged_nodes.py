@@ -10,12 +10,12 @@ nodes (a transposed weight). Only row-wise values (layout Rows) may cross betwee
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from rannc_backend.ir.graph_input import GraphInput, StateInput
+from rannc_backend.ir.graph_input import GraphInput, ParameterInput, StateInput
 from rannc_backend.passes.batch.layouts import Constant, Layout, Reduced, RowCount, RowIndex, Rows, Several
 from rannc_backend.passes.graph_queries import nearest_node, nodes_behind, output_values
 from rannc_backend.passes.stage.split_stages import free_nodes, is_size
@@ -103,6 +103,30 @@ def home_of_cloned(staged: StagedGraph, node: fx.Node) -> fx.Node | None:
     says.
     """
     return nearest_node(node, lambda other: other in staged.reads)
+
+
+def parameters_read(
+    staged: StagedGraph,
+    inputs: Sequence[GraphInput],
+    place_of: Mapping[str, int],
+    changed: Sequence[Collection[str]],
+) -> list[set[str]]:
+    """By block or stage, whose numbers ``place_of`` has by node: the dotted names of the parameters that it reads, or whose
+    new values it makes (of ``changed``, which has those of buffers, too). A cloned output counts where it is returned.
+    """
+    names = {item.name: item.fqn for item in inputs if isinstance(item, ParameterInput)}
+    found = [set(own).intersection(names.values()) for own in changed]
+
+    def add(place: int, read: Iterable[fx.Node]) -> None:
+        found[place].update(names[item.name] for item in read if item.name in names)
+
+    for node in staged.nodes:
+        add(place_of[node.name], staged.reads[node])
+    for output in output_nodes(staged.rowwise):
+        if output not in staged.reads:
+            home = home_of_cloned(staged, output)
+            add(place_of[home.name] if home is not None else 0, placeholders_behind(output))
+    return found
 
 
 def placeholders_behind(node: fx.Node) -> set[fx.Node]:
